@@ -1,0 +1,180 @@
+"""The daemon's composition root and life: lock → bind → load → warm up → ready → drain → exit code.
+
+Thread: the main one, which runs the event loop. Everything else receives its collaborators from here.
+
+Exit codes: 0 drained after a signal · 1 unexpected failure · 2 out of GPU or host memory (a restart helps) · 3 bad
+settings, missing or broken model files (it does not) · 4 another live daemon owns the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from service.engine import base
+from service.engine.local import Loaded, LocalEngine
+from service.lifeline import die_with_parent
+from service.metrics import Metrics
+from service.server import Limits, Server
+from service.settings import ENV_PREFIX, Settings, SettingsError, read_settings
+from service.socketfile import PathRefused, PathTaken, SocketFile
+
+log = logging.getLogger("service")
+
+DRAINED, FAILED, OUT_OF_MEMORY, MISCONFIGURED, SOCKET_TAKEN = range(5)
+
+# Time for the last replies to leave the buffers when the daemon stops.
+FLUSH_S = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script `chatglm-service`."""
+    parent_pid = os.getppid()
+    try:
+        settings = read_settings(
+            Settings, sys.argv[1:] if argv is None else argv, os.environ, prog="chatglm-service", prefix=ENV_PREFIX,
+            not_ours=("CHATGLM_WEBUI_",),
+        )  # fmt: skip
+    except SettingsError as error:
+        print(f"chatglm-service: {error}", file=sys.stderr)
+        sys.exit(MISCONFIGURED)
+    logging.basicConfig(
+        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if "SUPERVISOR_ENABLED" in os.environ:
+        die_with_parent(parent_pid)
+    sys.exit(run(settings))
+
+
+def run(settings: Settings) -> int:
+    """Claim the socket, serve until a signal, and return the exit code."""
+    try:
+        socket_file = SocketFile.claim(settings.socket_path)
+    except PathTaken as error:
+        log.error("%s", error)
+        return SOCKET_TAKEN
+    except PathRefused as error:
+        log.error("%s", error)
+        return MISCONFIGURED
+    try:
+        return asyncio.run(Daemon(settings, socket_file).run())
+    finally:
+        socket_file.release()
+
+
+class Daemon:
+    """One run of the service, from a claimed socket to an exit code."""
+
+    def __init__(self, settings: Settings, socket_file: SocketFile) -> None:
+        self._settings = settings
+        self._socket_file = socket_file
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
+
+    async def run(self) -> int:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        limits = Limits(
+            settings.resume_s, settings.write_stall_s, settings.max_connections, settings.max_requests_per_connection
+        )
+        server = Server(
+            self._socket_file.socket, socket_gid=self._socket_file.gid, limits=limits, metrics=Metrics(),
+            model=settings.model, now=time.monotonic,
+        )  # fmt: skip
+        await server.start()
+        log.info("listening on %s, pid %d; phase loading", settings.socket_path, os.getpid())
+
+        def show_progress(progress: float) -> None:
+            loop.call_soon_threadsafe(setattr, server, "progress", progress)
+
+        engine = LocalEngine(
+            lambda: load(settings, show_progress), max_queue=settings.max_queue,
+            step_budget_s=settings.step_budget_ms / 1000,
+        )  # fmt: skip
+        starting = asyncio.create_task(engine.start())
+        stopping = asyncio.create_task(self._signals.get())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            if (error := starting.exception()) is not None:
+                return failure_code(error)
+            server.ready(engine)
+            await asyncio.wait((stopping, engine.died), return_when=asyncio.FIRST_COMPLETED)
+        if engine.died.done():
+            await server.close(FLUSH_S)
+            return failure_code(engine.died.result())
+        log.info("signal %s: drain begins", signal.Signals(stopping.result()).name)
+        if starting.done():
+            await self._drain(server)
+            await server.close(FLUSH_S)
+            await engine.close()
+        else:
+            server.begin_drain(0.0)
+            await server.close(FLUSH_S)  # nothing ran yet; the loading thread goes with the process
+            starting.cancel()
+        log.info("drain is over, exit 0")
+        return DRAINED
+
+    async def _drain(self, server: Server) -> None:
+        """Running and queued answers finish within `drain_s`; a second signal, or the time, ends the rest."""
+        drain_s = self._settings.drain_s
+        server.begin_drain(drain_s)
+        idle = asyncio.create_task(server.wait_idle(drain_s))
+        again = asyncio.create_task(self._signals.get())
+        await asyncio.wait((idle, again), return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if not (idle.done() and idle.result()):
+            log.warning("drain: time is over or a second signal came; ending what still runs")
+            server.end_all("drained")
+            await server.wait_idle(FLUSH_S)
+            idle.cancel()
+
+
+def failure_code(error: BaseException) -> int:
+    """The exit code that tells Supervisor whether a restart can help, and one line for the log."""
+    from service.models import ModelError
+
+    if isinstance(error, ModelError):
+        log.error("%s", error)
+        return MISCONFIGURED
+    if isinstance(error, MemoryError | base.OutOfMemory) or "out of memory" in str(error).lower():
+        log.error("OOM: %s", error)
+        return OUT_OF_MEMORY
+    if "CUDA" in str(error):
+        log.error("CUDA: %s", error)
+        return OUT_OF_MEMORY
+    log.error("unexpected failure", exc_info=error)
+    return FAILED
+
+
+def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
+    """Load the model and warm it up; on the engine thread. Raises `ModelError`, `MemoryError`."""
+    from service.engine.runner import TorchRunner, use_threads
+    from service.models import choose_model, load_model
+
+    started_at = time.monotonic()
+    path = choose_model(settings.model, Path(settings.weights_dir))
+    log.info("loading %s", path)
+    threads = use_threads(settings.threads)
+    model = load_model(
+        path, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
+        num_slots=settings.max_batch_size, max_context=settings.max_context or None, kv_memory=settings.kv_memory or None,
+        progress=progress,
+    )  # fmt: skip
+    runner = TorchRunner(model)
+    runner.warm_up()
+    info = base.EngineInfo(
+        model.name, model.family, "local", model.quantization, model.device, runner.capabilities.context_limit,
+        runner.capabilities.num_slots,
+    )  # fmt: skip
+    log.info(
+        "loaded %s (%s, %s) on %s in %.1f s: %d slots of %d tokens, %d threads", info.model, info.family,
+        info.quantization, info.device, time.monotonic() - started_at, info.slots, info.context_limit, threads,
+    )  # fmt: skip
+    return Loaded(runner, model.tokenizer, info, model.defaults)

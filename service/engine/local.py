@@ -1,0 +1,323 @@
+"""The local engine: requests wait in a bounded queue, run on the engine thread, and come back as events.
+
+Two threads. The event loop's owns the queue and the table of requests (so a busy answer, a queue position and an
+interrupt of a waiting request need no step boundary); the engine thread owns slots, sequences and the runner, through
+`Steps`. Commands go over in one `Inbox`; a step's events come back in one `call_soon_threadsafe`.
+Prompts are encoded in a worker beside both, so that a long one stalls neither the streams nor the decoding.
+
+    submit → queue → (a slot is free) → prompt ready? → inbox → Steps → events → sink
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from service.admission import Admission
+from service.engine import base
+from service.engine.steps import Job, Steps
+from service.prompt import Prompt, build_prompt
+from service.protocol import Chat, EngineDead, EngineFailed, Message, Params, ServiceError, Timing, Usage
+from service.scheduler import Scheduler
+from service.slots import Slots
+
+log = logging.getLogger(__name__)
+
+
+class ChatTokenizer(Protocol):
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def token_bytes(self, id: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the engine needs of a model: made on the engine thread by the `load` that the daemon passes."""
+
+    runner: base.Runner
+    tokenizer: ChatTokenizer
+    info: base.EngineInfo
+    defaults: Params
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request on the event loop's side, until its last event."""
+
+    key: int
+    chat: Chat
+    params: Params
+    sink: base.Sink
+    accepted_at: float
+    prompt: Prompt | None = None
+    has_slot: bool = False  # left the queue: a slot is its own
+    slot_at: float = 0.0
+    is_running: bool = False  # the engine thread has it
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    key: int
+    reason: base.Reason
+
+
+class _Stop:
+    """The engine thread's last command."""
+
+
+_Command = Job | _Cancel | _Stop
+
+
+class Inbox:
+    """Commands for the engine thread, in order. `take` waits only when asked to."""
+
+    def __init__(self) -> None:
+        self._commands: deque[_Command] = deque()
+        self._news = threading.Condition()
+
+    def put(self, command: _Command) -> None:
+        with self._news:
+            self._commands.append(command)
+            self._news.notify()
+
+    def take(self, *, wait: bool) -> list[_Command]:
+        if not wait and not self._commands:  # the usual case while decoding: no lock
+            return []
+        with self._news:
+            while wait and not self._commands:
+                self._news.wait()
+            taken = list(self._commands)
+            self._commands.clear()
+            return taken
+
+
+class LocalEngine:
+    """`base.Engine` over a model in this process. Made on the event loop; `start` loads on the engine thread."""
+
+    def __init__(
+        self, load: Callable[[], Loaded], *, max_queue: int, step_budget_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        # shared: set once, before the first request
+        self._load = load
+        self._max_queue = max_queue
+        self._step_budget_s = step_budget_s
+        self._now = now
+        self._loop = asyncio.get_running_loop()
+        self._loaded: Loaded | None = None
+        self._inbox = Inbox()
+        # the event loop's
+        self.died: asyncio.Future[BaseException] = self._loop.create_future()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._admission: Admission | None = None
+        self._requests: dict[int, _Request] = {}
+        self._num_slots_taken = 0
+        self._last_key = 0
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        # both: keys whose cancel is on its way; added here, read over there (a set's `in` and `add` are atomic)
+        self._cancelled: set[int] = set()
+        # the engine thread's
+        self._outbox: list[tuple[int, base.Event]] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> None:
+        """Load and warm up on the engine thread. Raises whatever loading raises."""
+        self._thread.start()
+        await self._ready
+        assert self._loaded is not None
+        self._admission = Admission(self._max_queue, self._loaded.info.slots)
+
+    # --- base.Engine -----------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> base.EngineInfo:
+        assert self._loaded is not None
+        return self._loaded.info
+
+    @property
+    def num_running(self) -> int:
+        return self._num_slots_taken
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._requests) - self._num_slots_taken
+
+    def submit(self, chat: Chat, *, owner: tuple[int, int], sink: base.Sink) -> int:
+        assert self._loaded is not None and self._admission is not None
+        self._last_key += 1
+        request = _Request(
+            self._last_key, chat, replace(self._loaded.defaults, **chat.params), sink, accepted_at=self._now()
+        )
+        self._admission.offer(request.key, owner, chat.priority, request.accepted_at)
+        self._requests[request.key] = request
+        future = self._loop.run_in_executor(self._encoder, self._encode, request)
+        future.add_done_callback(lambda done: self._encoded(request, done))
+        self._fill_slots()
+        if request.has_slot:
+            sink(base.Waiting(0, 0.0))  # passed through: the queue never told it a position
+        self._report_positions()
+        return request.key
+
+    def cancel(self, key: int, reason: base.Reason) -> None:
+        request = self._requests.get(key)
+        if request is None or key in self._cancelled:
+            return
+        if request.is_running:
+            self._cancelled.add(key)
+            self._inbox.put(_Cancel(key, reason))
+            return
+        waited_ms = round(1000 * (self._now() - request.accepted_at), 3)
+        self._end(request, base.Finished(reason, Usage(0, 0, 0), Timing(waited_ms, 0.0, waited_ms, 0.0)))
+
+    def stats(self) -> dict[str, float]:
+        return {"num_requests_running": self.num_running, "num_requests_waiting": self.num_queued}
+
+    async def close(self) -> None:
+        self._inbox.put(_Stop())
+        await self._loop.run_in_executor(None, self._thread.join)
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for request in list(self._requests.values()):
+            self._end(request, base.Failed(EngineDead("the engine was stopped")))
+
+    # --- the event loop's side --------------------------------------------------------------------------------
+
+    def _encode(self, request: _Request) -> Prompt:
+        """In the worker: messages → ids."""
+        assert self._loaded is not None
+        return build_prompt(
+            self._loaded.tokenizer, request.chat.messages, context_limit=self._loaded.info.context_limit,
+            max_new_tokens=request.params.max_new_tokens,
+        )  # fmt: skip
+
+    def _encoded(self, request: _Request, done: asyncio.Future[Prompt]) -> None:
+        if request.key not in self._requests or done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            request.prompt = done.result()
+            self._begin_when_ready(request)
+        elif isinstance(error, ServiceError):
+            self._end(request, base.Failed(error))
+        else:
+            log.error("request %d: the prompt cannot be encoded", request.key, exc_info=error)
+            self._end(request, base.Failed(EngineFailed("the prompt cannot be encoded")))
+
+    def _fill_slots(self) -> None:
+        """Give free slots to those who are next in the queue."""
+        assert self._admission is not None
+        while self._num_slots_taken < self.info.slots:
+            key = self._admission.pop(self._now())
+            if key is None:
+                break
+            self._num_slots_taken += 1
+            self._requests[key].has_slot = True
+            self._requests[key].slot_at = self._now()
+            self._begin_when_ready(self._requests[key])
+
+    def _begin_when_ready(self, request: _Request) -> None:
+        if request.has_slot and request.prompt is not None and not request.is_running:
+            request.is_running = True
+            prompt = request.prompt
+            self._inbox.put(Job(request.key, prompt.ids, prompt.dropped, request.params, request.accepted_at))
+
+    def _end(self, request: _Request, event: base.Finished | base.Failed) -> None:
+        """The request's last event. Frees what it held and lets the next one in."""
+        assert self._admission is not None
+        del self._requests[request.key]
+        self._cancelled.discard(request.key)
+        if request.has_slot:
+            self._num_slots_taken -= 1
+            is_typical = isinstance(event, base.Finished) and event.reason in ("stop", "length")
+            self._admission.finished(self._now() - request.slot_at if is_typical else None)
+        else:
+            self._admission.withdraw(request.key)
+        request.sink(event)
+        self._fill_slots()
+        self._report_positions()
+
+    def _report_positions(self) -> None:
+        assert self._admission is not None
+        for key, position, expected_start_s in self._admission.changed(self._now()):
+            self._requests[key].sink(base.Waiting(position, expected_start_s))
+
+    def _deliver(self, events: list[tuple[int, base.Event]]) -> None:
+        """One step's events."""
+        for key, event in events:
+            request = self._requests.get(key)
+            if request is None:
+                continue
+            if isinstance(event, base.Finished | base.Failed):
+                self._end(request, event)
+            else:
+                request.sink(event)
+
+    def _mourn(self, error: BaseException) -> None:
+        """The engine thread is dead: every request is told, then the daemon."""
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            return
+        for request in list(self._requests.values()):
+            if request.key in self._requests:
+                self._end_dead(request, error)
+        if not self.died.done():
+            self.died.set_result(error)
+
+    def _end_dead(self, request: _Request, error: BaseException) -> None:
+        del self._requests[request.key]
+        request.sink(base.Failed(EngineDead(f"the engine failed ({type(error).__name__}); the service restarts")))
+
+    # --- the engine thread's side -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loaded = self._load()
+            steps = self._make_steps(self._loaded)
+            self._loop.call_soon_threadsafe(self._ready.set_result, None)
+            while self._obey(steps):
+                steps.run_step()
+                self._post_step()
+        except BaseException as error:
+            log.error("the engine thread died", exc_info=error)
+            self._loop.call_soon_threadsafe(self._mourn, error)
+
+    def _make_steps(self, loaded: Loaded) -> Steps:
+        capabilities = loaded.runner.capabilities
+        return Steps(
+            runner=loaded.runner,
+            slots=Slots(capabilities.num_slots, capabilities.context_limit),
+            scheduler=Scheduler(step_budget_s=self._step_budget_s, causal_prompt=capabilities.causal_prompt),
+            stop_ids=loaded.tokenizer.stop_ids,
+            token_bytes=loaded.tokenizer.token_bytes,
+            now=self._now,
+            post=lambda key, event: self._outbox.append((key, event)),
+            is_cancelled=self._cancelled.__contains__,
+        )
+
+    def _obey(self, steps: Steps) -> bool:
+        """Carry out what came in, waiting when there is nothing to run. False: stop."""
+        for command in self._inbox.take(wait=not steps.has_work):
+            match command:
+                case Job():
+                    steps.begin(command)
+                case _Cancel():
+                    steps.cancel(command.key, command.reason)
+                case _Stop():
+                    return False
+        self._post_step()
+        return True
+
+    def _post_step(self) -> None:
+        """Everything since the last call goes to the event loop in one hop."""
+        if self._outbox:
+            events, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(self._deliver, events)

@@ -1,0 +1,436 @@
+"""What requests mean: chat, interrupt, edit, resume, health, stats, over the connections of one Unix socket.
+
+Thread: the event loop. It knows the engine only by its contract, and no tensors, no prompts, no files.
+
+Covers: phases, request ids, streams and their retention, deadlines, who may resume. Does not cover: the bytes
+(`connection.py`), the queue and the model (the engine), the life of the process (`daemon.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import select
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from service import __version__
+from service.connection import Connection, check_peer
+from service.engine import base
+from service.metrics import Metrics
+from service.protocol import (
+    BadRequest,
+    Busy,
+    Chat,
+    Draining,
+    DrainNotice,
+    Edit,
+    Error,
+    Forbidden,
+    Health,
+    HealthReport,
+    Interrupt,
+    NotReady,
+    Request,
+    Resume,
+    ResumeExpired,
+    ServiceError,
+    Stats,
+    StatsReport,
+    UnknownRequest,
+)
+from service.streams import Retained, Stream, with_last_message
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["loading", "ready", "draining"]
+_PHASES: tuple[Phase, ...] = ("loading", "ready", "draining")
+
+# Finished requests of one connection that a late interrupt or edit may still name.
+MAX_RECENT_CHATS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one server. Seconds; counts."""
+
+    resume_s: float = 30.0
+    write_stall_s: float = 10.0
+    max_connections: int = 4096
+    max_requests_per_connection: int = 64
+
+
+class Server:
+    """`now` is a monotonic clock. `model` names what is loading until the engine knows better."""
+
+    def __init__(
+        self, listener: socket.socket, *, socket_gid: int, limits: Limits, metrics: Metrics, model: str,
+        now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        # shared
+        self.limits = limits
+        self.phase: Phase = "loading"
+        self.progress = 0.0
+        self._listener = listener
+        self._socket_gid = socket_gid
+        self._metrics = metrics
+        self._model = model
+        self._now = now
+        self._started_at = now()
+        self._loop = asyncio.get_running_loop()
+        self._engine: base.Engine | None = None
+        self._asyncio_server: asyncio.Server | None = None
+        self._hangups = HangupWatch(self._loop)
+        # connections
+        self._connections: set[Connection] = set()
+        self._connection_gone = asyncio.Event()
+        self._num_connections = 0
+        self._drain_deadline = 0.0
+        # requests
+        self._live: dict[str, Stream] = {}  # by resume token
+        self._retained = Retained()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Accept connections; `health` is answered from here on."""
+        self._asyncio_server = await self._loop.create_unix_server(self._new_connection, sock=self._listener)
+
+    def advance(self, phase: Phase) -> None:
+        """To a later phase; phases never go back."""
+        assert _PHASES.index(phase) >= _PHASES.index(self.phase), f"{self.phase} → {phase}"
+        log.info("phase %s", phase)
+        self.phase = phase
+
+    def ready(self, engine: base.Engine) -> None:
+        """The engine is loaded and warm."""
+        self._engine = engine
+        self.progress = 1.0
+        self._metrics.watch(lambda: engine.num_running, lambda: engine.num_queued)
+        if self.phase == "loading":
+            self.advance("ready")
+
+    def begin_drain(self, deadline_s: float) -> None:
+        """Refuse new work and tell every client how long running answers have."""
+        self._drain_deadline = self._now() + deadline_s
+        self.advance("draining")
+        for connection in list(self._connections):
+            connection.write(DrainNotice(deadline_s))
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether the last live request ended within the time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def end_all(self, reason: base.Reason) -> None:
+        """End every live request, keeping what was generated."""
+        for stream in list(self._live.values()):
+            self._cancel(stream, reason)
+
+    async def close(self, flush_s: float) -> None:
+        """Stop accepting, let buffered replies go out for at most `flush_s`, close."""
+        if self._asyncio_server is not None:
+            self._asyncio_server.close()
+        for connection in list(self._connections):
+            connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(flush_s):
+                while self._connections:
+                    await self._connection_gone.wait()
+        for connection in list(self._connections):
+            connection.abort()
+        self._hangups.close()
+
+    # --- connections ------------------------------------------------------------------------------------------
+
+    def _new_connection(self) -> Connection:
+        self._num_connections += 1
+        return Connection(self, self._num_connections)
+
+    def connected(self, connection: Connection, gid: int, send_buffer_bytes: int) -> None:
+        """Raises `Forbidden` or `Busy`: the peer is told and closed."""
+        if self._num_connections == 1:
+            log.info("send buffer granted: %d bytes a connection", send_buffer_bytes)
+        self._connections.add(connection)
+        self._metrics.connections.set(len(self._connections))
+        check_peer(connection.uid, gid, socket_gid=self._socket_gid)
+        if len(self._connections) > self.limits.max_connections:
+            raise Busy(f"{self.limits.max_connections} connections are open already", retry_after_s=1.0)
+        if self.phase == "draining":
+            connection.write(DrainNotice(max(0.0, self._drain_deadline - self._now())))
+
+    def disconnected(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._metrics.connections.set(len(self._connections))
+        self._hangups.remove(connection)
+        for stream in connection.streams.values():
+            stream.connection = None
+            if stream.is_finished:
+                self._retain(stream)
+            elif stream.chat.on_disconnect == "cancel":
+                self._cancel(stream, "interrupted")
+            else:
+                self._loop.call_later(self.limits.resume_s, self._expire_detached, stream)
+        connection.streams.clear()
+        self._connection_gone.set()
+        self._connection_gone.clear()
+
+    def stalled(self, connection: Connection, error: ServiceError) -> None:
+        """The peer stopped reading: its requests end with the error, except those it asked to keep."""
+        self._metrics.errors.labels(error.code).inc()
+        for stream in list(connection.streams.values()):
+            if stream.chat.on_disconnect == "cancel":
+                self._end(stream, base.Failed(error))
+
+    def watch_hangup(self, connection: Connection) -> None:
+        """The peer has half-closed: learn of its full close without reading or writing."""
+        self._hangups.add(connection)
+
+    def delivered(self, connection: Connection, stream: Stream) -> None:
+        """The stream's terminal event was written to this connection."""
+        del connection.streams[stream.id]
+        connection.recent_chats[stream.id] = stream.chat
+        while len(connection.recent_chats) > MAX_RECENT_CHATS:
+            connection.recent_chats.pop(next(iter(connection.recent_chats)))
+        stream.connection = None
+        self._retain(stream)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def handle(self, connection: Connection, request: Request) -> None:
+        """Carry out one request. A `ServiceError` becomes an `error` event here and nowhere else."""
+        try:
+            match request:
+                case Chat():
+                    self._chat(connection, request)
+                case Interrupt():
+                    self._interrupt(connection, request)
+                case Edit():
+                    self._edit(connection, request)
+                case Resume():
+                    self._resume(connection, request)
+                case Health():
+                    connection.write(self.health())
+                case Stats():
+                    metrics, text = self._metrics.snapshot()
+                    connection.write(StatsReport(metrics, text))
+        except ServiceError as error:
+            self._metrics.errors.labels(error.code).inc()
+            id = request.new_id if isinstance(request, Edit) else getattr(request, "id", None)
+            # NOTE: a live request's id on this error would read as that request's end.
+            connection.write(Error.of(error, id=None if id in connection.streams else id))
+
+    def health(self) -> HealthReport:
+        uptime_s = round(self._now() - self._started_at, 3)
+        if self._engine is None:
+            progress = round(self.progress, 3)
+            return HealthReport(self.phase, progress, model=self._model, uptime_s=uptime_s, version=__version__)
+        info = self._engine.info
+        return HealthReport(
+            self.phase, self.progress, info.model, info.family, info.engine, info.quantization, info.device,
+            info.context_limit, info.slots, self._engine.num_running, self._engine.num_queued, uptime_s, __version__,
+        )  # fmt: skip
+
+    def _chat(self, connection: Connection, chat: Chat) -> Stream:
+        engine = self._ready_engine()
+        self._check_new_id(connection, chat.id)
+        if len(connection.streams) >= self.limits.max_requests_per_connection:
+            limit = self.limits.max_requests_per_connection
+            raise Busy(f"this connection has {limit} live requests already", retry_after_s=1.0)
+        stream = Stream(chat, uid=connection.uid, resume_token=secrets.token_urlsafe(18))
+        # The stream has no connection yet, so nothing is written before the request is known to be in.
+        stream.key = engine.submit(
+            chat, owner=(connection.uid, connection.number), sink=partial(self._on_event, stream)
+        )
+        self._live[stream.resume_token] = stream
+        self._idle.clear()
+        stream.deadline_timer = self._loop.call_later(chat.deadline_s, self._cancel, stream, "deadline")
+        self._attach(connection, stream)
+        return stream
+
+    def _interrupt(self, connection: Connection, request: Interrupt) -> None:
+        stream = connection.streams.get(request.id)
+        if stream is not None:
+            self._cancel(stream, "interrupted")
+        elif request.id not in connection.recent_chats:
+            raise UnknownRequest(f"no live request {request.id!r} on this connection")
+
+    def _edit(self, connection: Connection, request: Edit) -> None:
+        old = connection.streams.get(request.id)
+        chat = old.chat if old is not None else connection.recent_chats.get(request.id)
+        if chat is None:
+            raise UnknownRequest(f"no request {request.id!r} on this connection")
+        chat = with_last_message(chat, id=request.new_id, prompt=request.prompt)
+        if old is not None and not old.has_started and not old.is_finished:
+            self._check_new_id(connection, chat.id)
+            self._cancel(old, "interrupted")  # first: it gives up its own place in the queue
+        self._chat(connection, chat)
+        if old is not None:
+            self._cancel(old, "interrupted")
+
+    def _resume(self, connection: Connection, request: Resume) -> None:
+        stream = self._live.get(request.resume_token) or self._retained.get(request.resume_token)
+        if stream is None:
+            raise ResumeExpired("nothing to continue under this token: its time is over, or it never was")
+        if connection.uid not in (stream.uid, 0):
+            raise Forbidden("another user started this request")
+        id = request.id or stream.chat.id
+        if connection.streams.get(id) is not stream:
+            self._check_new_id(connection, id)
+        replayed = stream.replay(request.after)
+        if not replayed and stream.is_exhausted:
+            raise ResumeExpired("the request has ended and all its events were received")
+        if stream.connection is not None:
+            stream.connection.streams.pop(stream.id, None)
+            stream.connection.close_when_idle()
+        self._metrics.resumes.inc()
+        self._retained.remove(stream.resume_token)
+        self._live[stream.resume_token] = stream
+        stream.id = id
+        connection.streams[id] = stream
+        stream.connection = connection
+        for event in replayed:
+            connection.write(replace(event, id=id))
+        connection.write_pending(stream)
+
+    # --- streams ----------------------------------------------------------------------------------------------
+
+    def _attach(self, connection: Connection, stream: Stream) -> None:
+        stream.connection = connection
+        connection.streams[stream.id] = stream
+        connection.write_pending(stream)
+
+    def _on_event(self, stream: Stream, event: base.Event) -> None:
+        """The engine's sink. Called once a step and request."""
+        now = self._now()
+        stream.put(event, now)
+        if isinstance(event, base.Finished | base.Failed):
+            self._count_end(stream, event)
+        elif (due_at := stream.due_at()) is not None and not stream.is_timed:
+            stream.is_timed = True
+            self._loop.call_later(due_at - now, self._let_go, stream)
+        self._write(stream)
+
+    def _write(self, stream: Stream) -> None:
+        if stream.connection is not None:
+            stream.connection.write_pending(stream)
+        elif stream.is_finished:
+            self._retain(stream)
+
+    def _let_go(self, stream: Stream) -> None:
+        now = self._now()
+        stream.is_timed = False
+        stream.let_go(now)
+        if (due_at := stream.due_at()) is not None:
+            stream.is_timed = True
+            self._loop.call_later(due_at - now, self._let_go, stream)
+        self._write(stream)
+
+    def _cancel(self, stream: Stream, reason: base.Reason) -> None:
+        if not stream.is_finished and self._engine is not None:
+            self._engine.cancel(stream.key, reason)
+
+    def _end(self, stream: Stream, end: base.Failed) -> None:
+        """End a request from this side; what the engine still says of it is ignored."""
+        if not stream.is_finished:
+            self._cancel(stream, "interrupted")
+            self._on_event(stream, end)
+
+    def _expire_detached(self, stream: Stream) -> None:
+        if stream.connection is None:
+            self._cancel(stream, "interrupted")
+
+    def _retain(self, stream: Stream) -> None:
+        """A finished request is no longer live, but can be fetched for a while."""
+        if self._live.pop(stream.resume_token, None) is None:
+            return
+        self._retained.add(stream)
+        self._loop.call_later(self.limits.resume_s, self._retained.remove, stream.resume_token)
+        if not self._live:
+            self._idle.set()
+
+    def _count_end(self, stream: Stream, event: base.Finished | base.Failed) -> None:
+        if stream.deadline_timer is not None:
+            stream.deadline_timer.cancel()
+        if isinstance(event, base.Finished):
+            usage, timing = event.usage, event.timing
+            self._metrics.count_finished(
+                event.reason, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens, queue_s=timing.queue_ms / 1000,
+                ttft_s=timing.ttft_ms / 1000, total_s=timing.total_ms / 1000,
+            )  # fmt: skip
+        else:
+            self._metrics.errors.labels(event.error.code).inc()
+        log.info("request %d of uid %d: %s", stream.key, stream.uid, describe_end(event))
+
+    def _ready_engine(self) -> base.Engine:
+        if self.phase == "draining":
+            raise Draining("the service is stopping", retry_after_s=max(1.0, self._drain_deadline - self._now()))
+        if self._engine is None:
+            raise NotReady(f"the model is loading ({self.progress:.0%})", retry_after_s=2.0)
+        return self._engine
+
+    @staticmethod
+    def _check_new_id(connection: Connection, id: str) -> None:
+        if id in connection.streams:
+            raise BadRequest(f"$.id: {id!r} is the id of a live request of this connection", path="$.id")
+
+
+class HangupWatch:
+    """Tells when half-closed peers are gone altogether, without polling.
+
+    After a half-close asyncio no longer watches the socket, and a queued answer writes nothing that could fail. An
+    epoll of its own reports EPOLLHUP (both directions shut: epoll_ctl(2)), and is itself watched by the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoll = select.epoll()
+        self._by_fd: dict[int, Connection] = {}
+        self._fds: dict[Connection, int] = {}
+        loop.add_reader(self._epoll.fileno(), self._on_hangup)
+
+    def add(self, connection: Connection) -> None:
+        fd = connection.fileno
+        if fd >= 0 and fd not in self._by_fd:
+            self._epoll.register(fd, select.EPOLLHUP | select.EPOLLET)
+            self._by_fd[fd] = connection
+            self._fds[connection] = fd
+
+    def remove(self, connection: Connection) -> None:
+        fd = self._fds.pop(connection, None)
+        if fd is not None:
+            del self._by_fd[fd]
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._epoll.fileno())
+        self._epoll.close()
+
+    def _on_hangup(self) -> None:
+        for fd, _ in self._epoll.poll(0):
+            if fd in self._by_fd:
+                self._by_fd[fd].abort()
+
+
+def describe_end(event: base.Finished | base.Failed) -> str:
+    """One line for the log: numbers, no text."""
+    if isinstance(event, base.Failed):
+        return f"{event.error.code}: {event.error.message}"
+    usage, timing = event.usage, event.timing
+    return (
+        f"{event.reason}, prompt {usage.prompt_tokens} (cached {usage.cached_tokens}) + {usage.completion_tokens} tokens,"
+        f" queue {timing.queue_ms:.0f} ms, ttft {timing.ttft_ms:.0f} ms, total {timing.total_ms:.0f} ms,"
+        f" {timing.tokens_per_s:.1f} tokens/s"
+    )
