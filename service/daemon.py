@@ -19,7 +19,7 @@ from pathlib import Path
 
 from service.engine import base
 from service.engine.local import Loaded, LocalEngine
-from service.lifeline import die_with_parent
+from service.lifeline import die_with_parent, is_supervised, leave
 from service.metrics import Metrics
 from service.server import Limits, Server
 from service.settings import ENV_PREFIX, Settings, SettingsError, read_settings
@@ -43,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
     except SettingsError as error:
         print(f"chatglm-service: {error}", file=sys.stderr)
-        sys.exit(MISCONFIGURED)
+        leave(MISCONFIGURED)
     logging.basicConfig(
         level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if "SUPERVISOR_ENABLED" in os.environ:
+    if is_supervised():
         die_with_parent(parent_pid)
-    sys.exit(run(settings))
+    code = run(settings)
+    if code in (MISCONFIGURED, SOCKET_TAKEN):
+        leave(code)
+    sys.exit(code)
 
 
 def run(settings: Settings) -> int:
@@ -164,8 +167,8 @@ def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
     threads = use_threads(settings.threads)
     model = load_model(
         path, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
-        num_slots=settings.max_batch_size, max_context=settings.max_context or None, kv_memory=settings.kv_memory or None,
-        progress=progress,
+        num_slots=settings.max_batch_size, max_context=settings.max_context or None,
+        kv_memory=settings.kv_memory or None, progress=progress,
     )  # fmt: skip
     runner = TorchRunner(model)
     runner.warm_up()

@@ -1,6 +1,6 @@
-"""Leave when the supervisor dies: a service that nobody watches would keep the socket and the memory.
+"""Manners under Supervisor: leave when it dies, and exit so that it sees the exit code.
 
-Linux only (`prctl(2)`, PR_SET_PDEATHSIG). Called once at start, before any thread.
+Linux only (`prctl(2)`, PR_SET_PDEATHSIG). Called once at start, before any thread, and at the end.
 """
 
 from __future__ import annotations
@@ -8,8 +8,29 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import time
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+# Above `startsecs` of supervisord.conf: an exit before that is retried whatever its code.
+SETTLE_S = 2.0
+
+
+def is_supervised() -> bool:
+    """Supervisor sets this variable for its children."""
+    return "SUPERVISOR_ENABLED" in os.environ
+
+
+def leave(code: int) -> NoReturn:
+    """Exit with a code that no restart can mend; under Supervisor not before it takes exit codes seriously.
+
+    NOTE: an exit within `startsecs` makes Supervisor ignore `exitcodes` and try again.
+    """
+    if code and is_supervised():
+        time.sleep(SETTLE_S)
+    sys.exit(code)
 
 
 def die_with_parent(parent_pid: int) -> None:

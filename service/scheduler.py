@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 # Chunk sizes whose speed is measured apart: a small chunk pays the same overhead for fewer tokens.
 _SIZES = (16, 32, 64, 128, 256, 512)
 # Before anything is measured: seconds a chunk costs at least, and per token. A slow guess, so that readers are safe.

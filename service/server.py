@@ -430,7 +430,7 @@ def describe_end(event: base.Finished | base.Failed) -> str:
         return f"{event.error.code}: {event.error.message}"
     usage, timing = event.usage, event.timing
     return (
-        f"{event.reason}, prompt {usage.prompt_tokens} (cached {usage.cached_tokens}) + {usage.completion_tokens} tokens,"
-        f" queue {timing.queue_ms:.0f} ms, ttft {timing.ttft_ms:.0f} ms, total {timing.total_ms:.0f} ms,"
+        f"{event.reason}, prompt {usage.prompt_tokens} (cached {usage.cached_tokens}) + {usage.completion_tokens}"
+        f" tokens, queue {timing.queue_ms:.0f} ms, ttft {timing.ttft_ms:.0f} ms, total {timing.total_ms:.0f} ms,"
         f" {timing.tokens_per_s:.1f} tokens/s"
     )

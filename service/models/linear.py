@@ -1,0 +1,118 @@
+"""Matrix times activations, in the weight formats that are worth their memory: dense, packed 4-bit, NF4.
+
+The weights' owner is the engine thread. Knows no layers: a model asks `LinearFormat` to make what it multiplies with.
+Letters: M rows of activations, K inputs, N outputs.
+
+Few rows are bound by memory, many by arithmetic, so a packed matrix may keep a bf16 copy for the many. Measured here
+(2 threads, Xeon with AVX-512 and AMX), ms for M rows, torch 2.13:
+
+    N x K          kernel                  M=1    2      4      8      16     32
+    3072 x 576     int4pack bf16           0.05   0.07   0.09   0.18   0.36   0.71
+                   bf16 GEMM               0.16   0.13   0.15   0.14   0.14   0.17
+                   int4pack float32        1.5    3.1    8.7    -      28     49
+    576 x 1536     int4pack bf16           0.03   0.04   0.05   0.09   0.18   0.35
+                   bf16 GEMM               0.08   0.07   0.07   0.07   0.08   0.09
+
+The float32 kernel is a plain loop (only bf16 is vectorised): exact, 30 times slower, for checking only. Rounding the
+scales to bf16 costs 0.3 % of a product's size, as much as rounding the activations to bf16 does anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from service.models.errors import ModelError
+from service.models.weights import GROUP, Grouped, Weight, dense, quantize_4bit
+
+MAX_PACKED_ROWS = 6  # from here on the bf16 GEMM wins: the table above
+_int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+class Linear(Protocol):
+    """Activations [M, K] in the model's dtype -> [M, N] in the same dtype. No bias."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class DenseLinear:
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight  # [N, K]
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return F.linear(x, self._weight)
+
+
+class Int4Linear:
+    """4 bits a weight for torch's CPU kernel: w = (q - 8) * scale + zero, zero = minimum + 8 * scale."""
+
+    def __init__(self, weight: Grouped, dtype: torch.dtype, *, keeps_dense: bool) -> None:
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int(), 1)
+        zero = weight.minimum + 8 * weight.scale
+        pairs = torch.stack([weight.scale, zero], dim=-1)  # [N, G, 2]
+        self._scale_and_zero = pairs.transpose(0, 1).to(dtype).contiguous()  # [G, N, 2], the kernel's order
+        self._dense = weight.dense().to(dtype) if keeps_dense else None
+
+    @staticmethod
+    def can_pack(weight: Weight) -> bool:
+        """The kernel works in tiles of 16 rows and groups of 32 columns."""
+        rows, columns = weight.values.shape if isinstance(weight, Grouped) else weight.shape
+        return rows % 16 == 0 and columns % GROUP == 0
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        if x.shape[0] > MAX_PACKED_ROWS and self._dense is not None:
+            return F.linear(x, self._dense)
+        return _int4_matmul(x, self._packed, GROUP, self._scale_and_zero)
+
+
+class Nf4Linear:
+    """bitsandbytes NF4 with doubly quantised scales, on CPU and GPU. Many rows: unpack once, then one dense GEMM."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        import bitsandbytes.functional as bnb  # seconds to import, and only this format needs it
+
+        self._bnb = bnb
+        self._shape = weight.shape
+        self._packed, self._state = bnb.quantize_4bit(
+            weight.to(dtype).contiguous(), quant_type="nf4", compress_statistics=True
+        )
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        weight = self._bnb.dequantize_4bit(self._packed, self._state)
+        return F.linear(x, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormat:
+    """How a model's matrices are kept. `quantization`: "auto" (as the file is), "none", "int4" or "nf4"."""
+
+    quantization: str
+    dtype: torch.dtype
+    device: torch.device
+    keeps_dense: bool  # a packed matrix also keeps a copy in `dtype`, for many rows
+
+    def make(self, weight: Weight) -> Linear:
+        """Raises `ModelError` when the format cannot be had on this device."""
+        if self._wants_int4(weight) and Int4Linear.can_pack(weight):
+            grouped = weight if isinstance(weight, Grouped) and weight.is_4bit else quantize_4bit(dense(weight))
+            return Int4Linear(grouped, self.dtype, keeps_dense=self.keeps_dense)
+        placed = dense(weight).to(self.device)
+        if self.quantization == "nf4":
+            return Nf4Linear(placed, self.dtype)
+        return DenseLinear(placed.to(self.dtype).contiguous())
+
+    def _wants_int4(self, weight: Weight) -> bool:
+        if self.quantization == "int4":
+            return True
+        return self.quantization == "auto" and isinstance(weight, Grouped) and weight.is_4bit
+
+    def check(self) -> None:
+        """Raises `ModelError` for a combination that no kernel serves."""
+        if self.quantization == "int4" and self.device.type != "cpu":
+            raise ModelError("quantization int4 is for the CPU: use --quantization nf4 on a GPU")
+        if self.device.type == "cpu" and self.dtype == torch.float16 and self.quantization != "none":
+            raise ModelError("float16 has no quantised kernel on a CPU: use --dtype bfloat16")
