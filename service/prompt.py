@@ -44,7 +44,8 @@ def build_prompt(
         kept = [message for index, message in enumerate(messages) if index not in set(dropped)]
         return Prompt(encoder.encode_chat(kept), dropped)
 
-    roomy = context_limit - min(max_new_tokens, context_limit // 4)
+    limit = context_limit - min(max_new_tokens, MIN_ANSWER_TOKENS)
+    roomy = min(limit, context_limit - min(max_new_tokens, context_limit // 4))
     low, high = 0, len(turns) - 1  # the fewest turns to drop lies within
     best = encode(0)
     if len(best.ids) <= roomy:
@@ -54,7 +55,6 @@ def build_prompt(
         attempt = encode(middle)
         low, high = (low, middle) if len(attempt.ids) <= roomy else (middle + 1, high)
     best = encode(low)
-    limit = context_limit - min(max_new_tokens, MIN_ANSWER_TOKENS)
     if len(best.ids) > limit:
         raise TooLong(
             f"the last message takes {len(best.ids)} tokens with its prompt; at most {limit} of the context's "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.text import BOUNDARIES, Merger, Piece, TextStream
+from service.text import Merger, TextStream
 from tests.toy import ToyTokenizer
 
 
@@ -18,7 +20,7 @@ def run(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], boo
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(edges)]
 
 
 TEXTS = st.text(alphabet="ab.你好😀é\n ", max_size=30)
@@ -57,7 +59,9 @@ def first_stop(text: str, stop: tuple[str, ...]) -> str | None:
 
 
 @given(st.text(alphabet="ab.你", max_size=30), CUTS, STOPS)
-def test_text_ends_at_the_first_stop_string_however_it_is_split(text: str, cuts: list[int], stop: tuple[str, ...]) -> None:
+def test_text_ends_at_the_first_stop_string_however_it_is_split(
+    text: str, cuts: list[int], stop: tuple[str, ...]
+) -> None:
     texts, stopped = run(split(text.encode(), cuts), stop)
     expected = first_stop(text, stop)
     assert stopped == (expected is not None)
@@ -91,6 +95,10 @@ def test_the_toy_tokenizer_gives_back_what_it_encodes() -> None:
     assert toy.decode(toy.encode("héllo 你好 😀")) == "héllo 你好 😀"
 
 
+# After each of these merged text may be cut (PROTOCOL.md): sentence mark, comma, space, line end; zh and en.
+BOUNDARIES = set(".!?, \n。！？，")
+Piece = tuple[str, int]  # text, tokens
+
 # --- Merger ---------------------------------------------------------------------------------------------------
 
 PUSHES = st.lists(
@@ -121,9 +129,8 @@ def merge(pushes: list[tuple[str, int, float]], delay_s: float) -> list[tuple[Pi
 @given(PUSHES, st.sampled_from([0.0, 0.05, 0.5]))
 def test_merging_conserves_text_and_token_counts(pushes: list[tuple[str, int, float]], delay_s: float) -> None:
     pieces = [piece for piece, _ in merge(pushes, delay_s)]
-    assert "".join(piece.text for piece in pieces) == "".join(text for text, _, _ in pushes)
-    assert sum(piece.tokens for piece in pieces) == sum(tokens for _, tokens, _ in pushes)
-    assert all(piece.text for piece in pieces[:-1])
+    assert "".join(text for text, _ in pieces) == "".join(text for text, _, _ in pushes)
+    assert sum(tokens for _, tokens in pieces) == sum(tokens for _, tokens, _ in pushes)
 
 
 @given(PUSHES, st.sampled_from([0.0, 0.05, 0.5]))
@@ -135,7 +142,7 @@ def test_no_text_waits_longer_than_the_delay_and_the_first_not_at_all(
     for text, _, pause_s in pushes:
         now += pause_s
         came += [now] * len(text)
-    sent = [at for piece, at in merge(pushes, delay_s) for _ in piece.text]
+    sent = [at for (text, _), at in merge(pushes, delay_s) for _ in text]
     assert len(sent) == len(came)
     for position, (arrival, departure) in enumerate(zip(came, sent, strict=True)):
         assert arrival <= departure <= arrival + delay_s + 1e-9
@@ -150,7 +157,7 @@ def test_text_up_to_a_boundary_never_waits(pushes: list[tuple[str, int, float]])
     for text, tokens, _ in pushes:
         piece = merger.push(text, tokens, 0.0)
         pushed += text
-        sent += piece.text if piece else ""
+        sent += piece[0] if piece else ""
         assert not BOUNDARIES & set(pushed[len(sent) :])
 
 
@@ -170,9 +177,14 @@ def test_the_rest_behind_a_boundary_waits_from_when_it_came() -> None:
     assert merger.push("ther", 1, 1.5) == ("farther", 1)
 
 
-def test_a_token_without_text_is_counted_with_the_next_piece() -> None:
+def test_a_token_without_text_is_counted_all_the_same() -> None:
     merger = Merger(0.0)
-    assert merger.push("", 1, 0.0) is None
-    assert merger.push("你", 1, 0.1) == ("你", 2)
-    assert merger.push("", 1, 0.2) is None
-    assert merger.flush() == ("", 1)
+    pieces = [merger.push("", 1, 0.0), merger.push("你", 1, 0.1), merger.push("", 1, 0.2), merger.flush()]
+    assert sum(piece[1] for piece in pieces if piece) == 3
+
+
+def test_a_token_without_text_is_not_yet_the_first_text() -> None:
+    merger = Merger(0.5)
+    merger.push("", 1, 0.0)
+    piece = merger.push("你", 1, 0.1)
+    assert piece is not None and piece[0] == "你"

@@ -19,6 +19,7 @@ scales to bf16 costs 0.3 % of a product's size, as much as rounding the activati
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,19 +71,30 @@ class Int4Linear:
 
 
 class Nf4Linear:
-    """bitsandbytes NF4 with doubly quantised scales, on CPU and GPU. Many rows: unpack once, then one dense GEMM."""
+    """bitsandbytes NF4 with doubly quantised scales, on CPU and GPU.
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        import bitsandbytes.functional as bnb  # seconds to import, and only this format needs it
+    On a CPU, `Linear4bit` repacks its weights for AVX-512 at the first call; many rows there use the bf16 copy, or
+    unpack the matrix once and run one GEMM.
+    """
 
-        self._bnb = bnb
-        self._shape = weight.shape
-        self._packed, self._state = bnb.quantize_4bit(
-            weight.to(dtype).contiguous(), quant_type="nf4", compress_statistics=True
-        )
+    def __init__(self, weight: Tensor, dtype: torch.dtype, *, keeps_dense: bool) -> None:
+        import bitsandbytes as bnb  # seconds to import, and only this format needs it
+
+        rows, columns = weight.shape
+        self._module = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=dtype, quant_type="nf4").eval()
+        placed = weight.to(dtype).contiguous()
+        self._packed, self._state = bnb.functional.quantize_4bit(placed, quant_type="nf4", compress_statistics=True)
+        self._module.weight = bnb.nn.Params4bit(placed, requires_grad=False, quant_type="nf4").to(weight.device)
+        self._unpack = bnb.functional.dequantize_4bit
+        self._is_packed_best = weight.is_cuda or rows % 32 == 0  # the CPU kernel's tile
+        self._max_packed_rows = MAX_PACKED_ROWS if weight.device.type == "cpu" else sys.maxsize
+        self._dense = self._unpack(self._packed, self._state) if keeps_dense else None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        weight = self._bnb.dequantize_4bit(self._packed, self._state)
+        if self._is_packed_best and x.shape[0] <= self._max_packed_rows:
+            packed: Tensor = self._module(x)
+            return packed
+        weight = self._dense if self._dense is not None else self._unpack(self._packed, self._state)
         return F.linear(x, weight)
 
 
@@ -102,7 +114,7 @@ class LinearFormat:
             return Int4Linear(grouped, self.dtype, keeps_dense=self.keeps_dense)
         placed = dense(weight).to(self.device)
         if self.quantization == "nf4":
-            return Nf4Linear(placed, self.dtype)
+            return Nf4Linear(placed, self.dtype, keeps_dense=self.keeps_dense)
         return DenseLinear(placed.to(self.dtype).contiguous())
 
     def _wants_int4(self, weight: Weight) -> bool:
