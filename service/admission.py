@@ -6,12 +6,17 @@ a full house at once while a long prefill runs. No clock of its own: `now` is pa
 Covers: who is next, how long it may take, when to refuse. Does not cover: deadlines (the server's timers end a
 request wherever it is), slots and KV (the engine's).
 
-Order. Higher priority first; one waits up by a level for each AGEING_S, so that nobody starves. Within a level the
-users take turns, and within a user their connections do: whoever was served least recently is next.
+Order. Higher priority first; one waits up by a level for each AGEING_S, but not above the highest priority that
+anyone waiting was given. Within a level the users take turns, and within a user their connections do: whoever was
+served least recently is next, and who joins is last.
+- So nobody starves: the lowest priority is on the highest level after 20 * AGEING_S, and one round later it runs.
+- NOTE: without that ceiling one user's flood, aged, would go before another's newcomer of the same priority. If who
+  joins were first, a client with a new connection for each request would always go first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,7 +66,7 @@ class Admission:
         self._max_queue = max_queue
         self._num_slots = num_slots
         self._entries: dict[int, _Entry] = {}  # in order of arrival
-        self._served_users: dict[int, int] = {}  # turn in which a uid was last served
+        self._served_users: dict[int, int] = {}  # turn in which a waiting uid was last served, or joined
         self._served_owners: dict[Owner, int] = {}
         self._num_turns = 0
         self._num_running = 0
@@ -79,10 +84,15 @@ class Admission:
                 retry_after_s=round(max(1.0, self._start_s(len(self._entries))), 1),
             )
         self._entries[key] = _Entry(key, owner, priority, now)
+        self._num_turns += 1
+        self._served_users.setdefault(owner[0], self._num_turns)
+        self._served_owners.setdefault(owner, self._num_turns)
 
     def withdraw(self, key: int) -> None:
         """A waiting request no longer wants to run."""
-        self._entries.pop(key, None)
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._forget_idle(entry.owner)
 
     def pop(self, now: float) -> int | None:
         """The next request, which starts now; or None."""
@@ -94,9 +104,7 @@ class Admission:
         self._num_running += 1
         self._served_users[entry.owner[0]] = self._num_turns
         self._served_owners[entry.owner] = self._num_turns
-        if not self._entries:  # nobody waits: nobody's turn is owed
-            self._served_users.clear()
-            self._served_owners.clear()
+        self._forget_idle(entry.owner)
         return key
 
     def finished(self, duration_s: float | None) -> None:
@@ -130,22 +138,34 @@ class Admission:
         num_free = max(0, self._num_slots - self._num_running)
         return max(0, place + 1 - num_free) * self._service_s / self._num_slots
 
+    def _forget_idle(self, owner: Owner) -> None:
+        """Nobody's turn is owed who waits for nothing: so the books never outgrow the queue."""
+        if all(entry.owner != owner for entry in self._entries.values()):
+            del self._served_owners[owner]
+        if all(entry.owner[0] != owner[0] for entry in self._entries.values()):
+            del self._served_users[owner[0]]
+
     def _order(self, now: float) -> Iterator[int]:
-        """Keys as they would be popped: simulated turns over the highest level, then the next."""
-        levels: dict[int, dict[int, dict[Owner, list[int]]]] = {}
-        for entry in self._entries.values():
-            owners = levels.setdefault(entry.level(now), {}).setdefault(entry.owner[0], {})
-            owners.setdefault(entry.owner, []).append(entry.key)
+        """Keys as they would be popped: simulated turns on the highest level, until it falls."""
+        waiting = dict(self._entries)
         users_turn, owners_turn, turn = dict(self._served_users), dict(self._served_owners), self._num_turns
-        for level in sorted(levels, reverse=True):
-            users = levels[level]
-            while users:
-                uid = min(users, key=lambda uid: users_turn.get(uid, 0))
-                owner = min(users[uid], key=lambda owner: owners_turn.get(owner, 0))
+        while waiting:
+            ceiling = max(entry.priority for entry in waiting.values())
+            users: dict[int, dict[Owner, deque[_Entry]]] = {}
+            for entry in waiting.values():
+                if entry.level(now) >= ceiling:
+                    users.setdefault(entry.owner[0], {}).setdefault(entry.owner, deque()).append(entry)
+            num_highest = sum(entry.priority == ceiling for entry in waiting.values())
+            while num_highest:
+                uid = min(users, key=users_turn.__getitem__)
+                owner = min(users[uid], key=owners_turn.__getitem__)
                 turn += 1
                 users_turn[uid] = owners_turn[owner] = turn
-                yield users[uid][owner].pop(0)
+                entry = users[uid][owner].popleft()
                 if not users[uid][owner]:
                     del users[uid][owner]
                 if not users[uid]:
                     del users[uid]
+                del waiting[entry.key]
+                num_highest -= entry.priority == ceiling
+                yield entry.key

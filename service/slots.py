@@ -110,21 +110,15 @@ class Slots:
     def _match(self, ids: array[int]) -> Lease:
         limit = len(ids) - 1
         shared = {slot: shared_prefix(ids, self._tokens[slot], limit) for slot in range(self.num_slots)}
-        source = max(shared, key=lambda slot: (shared[slot], slot in self._idle))
-        best_idle = max(self._idle, key=shared.__getitem__)  # of equals the least recently used
         victim = next(iter(self._idle))
-        if source in self._idle:
-            # In place when most of what the slot holds goes on living; else the other conversation keeps its slot.
-            loses_little = 2 * shared[source] >= len(self._tokens[source])
-            if loses_little or source == victim or shared[source] < MIN_COPY_TOKENS:
-                slot = source if shared[source] >= MIN_COPY_TOKENS or loses_little else victim
-                return Lease(slot, shared[slot])
+        # In place when most of what the slot holds goes on living (or it goes anyway); else the other conversation
+        # keeps its slot, and what it shares is copied, where that saves more than what is in place already.
+        homes = [slot for slot in self._idle if 2 * shared[slot] >= len(self._tokens[slot]) or slot == victim]
+        home = max(homes, key=shared.__getitem__)  # of equals the least recently used
+        source = max(shared, key=shared.__getitem__)
+        if shared[source] - shared[home] >= MIN_COPY_TOKENS:
             return Lease(victim, shared[source], copy_from=source)
-        if shared[source] - shared[best_idle] < MIN_COPY_TOKENS:
-            keeps = 2 * shared[best_idle] >= len(self._tokens[best_idle])
-            slot = best_idle if keeps else victim
-            return Lease(slot, shared[slot])
-        return Lease(victim, shared[source], copy_from=source)
+        return Lease(home, shared[home])
 
     def _match_whole(self, ids: array[int]) -> Lease:
         for slot in reversed(self._idle):

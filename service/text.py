@@ -41,10 +41,12 @@ class TextStream:
         if not self._stop:
             return text
         self._held += text
-        found = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
+        # NOTE: the match that is complete first, not the one that begins first: else the text would depend on how
+        # the tokens split it. Of two that end together, the longer.
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            safe, self._held = self._held[: min(found)], ""
+            safe, self._held = self._held[: min(found)[1]], ""
             return safe
         keep = max(self._open_suffix(stop) for stop in self._stop)
         cut = len(self._held) - keep
@@ -80,6 +82,8 @@ class Merger:
     def push(self, text: str, tokens: int, now: float) -> tuple[str, int] | None:
         self._text += text
         self._tokens += tokens
+        if not self._text:  # a token that only began a character: neither the first text nor one that waits
+            return None
         if self._since is None:
             self._since = now
         if self._is_first or now - self._since >= self._max_delay_s:

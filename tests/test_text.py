@@ -78,6 +78,12 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stop: tup
         assert stream.stopped or held == "" or any(one.startswith(held) for one in stop)
 
 
+@pytest.mark.parametrize("pieces", [[b"xabcd"], [b"x", b"a", b"b", b"c", b"d"], [b"xa", b"bcd"]])
+def test_the_stop_string_that_is_complete_first_counts_not_the_one_that_begins_first(pieces: list[bytes]) -> None:
+    texts, stopped = run(pieces, ("abcd", "bc"))
+    assert stopped and "".join(texts) == "xa"
+
+
 def test_nothing_follows_a_stop_string() -> None:
     stream = TextStream({0: b"one EN", 1: b"D two", 2: b"three"}.__getitem__, ("END",))
     assert [stream.push(0), stream.push(1), stream.push(2), stream.finish()] == ["one ", "", "", ""]

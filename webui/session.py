@@ -176,7 +176,7 @@ class ChatSession:
             if self._client is None:
                 timeouts = Timeouts(idle_s=self._patience.deadline_s + 30)
                 client = await AsyncClient.connect(self._socket_path, timeouts=timeouts)
-                if self.is_closed:
+                if self._closed.is_set():
                     await client.aclose()
                     raise ConnectionLost("the page was closed")
                 self._client = client

@@ -1,0 +1,60 @@
+"""A conversation as Gradio keeps it → the messages that the daemon gets.
+
+Pure. The page gives `{"role", "metadata", "content": [{"type": "text", "text": …}]}`, an API client plain strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from service.protocol import Message
+
+# Marks, in a message's metadata, what the page said itself: it is no part of the conversation.
+NOTICE_ID = "notice"
+
+
+def to_messages(history: Sequence[Any], question: str) -> list[Message]:
+    """The turns that have an answer, then the question. Sentences of the page are left out.
+
+    A question that got no answer (stopped, refused) is not sent again: there, the user presses retry.
+    """
+    messages: list[Message] = []
+    for item in history:
+        role, text = item.get("role"), _text_of(item)
+        if role == "system" and text:
+            messages.append(Message("system", text))
+        elif role == "user":
+            _drop_unanswered(messages)
+            messages.append(Message("user", text))
+        elif role == "assistant" and text.strip() and not _is_notice(item):
+            if messages and messages[-1].role == "assistant":
+                messages[-1] = Message("assistant", messages[-1].content + text)
+            else:
+                messages.append(Message("assistant", text))
+    _drop_unanswered(messages)
+    return [*messages, Message("user", _clean(question))]
+
+
+def _drop_unanswered(messages: list[Message]) -> None:
+    if messages and messages[-1].role == "user":
+        messages.pop()
+
+
+def _is_notice(item: Any) -> bool:
+    metadata = item.get("metadata")
+    return isinstance(metadata, dict) and metadata.get("id") == NOTICE_ID
+
+
+def _text_of(item: Any) -> str:
+    content = item.get("content")
+    if isinstance(content, str):
+        return _clean(content)
+    parts = content if isinstance(content, list) else [content]
+    texts = [part if isinstance(part, str) else part.get("text") or "" for part in parts if isinstance(part, str | dict)]
+    return _clean("".join(texts))
+
+
+def _clean(text: str) -> str:
+    """Without lone surrogates: JSON can carry them, UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
