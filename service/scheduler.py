@@ -11,13 +11,14 @@ There are no phases: a sequence's `computed` catches up with its `tokens`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
-# Chunk sizes whose speed is measured apart: a small chunk pays the same overhead for fewer tokens.
-_SIZES = (16, 32, 64, 128, 256, 512)
-# Before anything is measured: seconds a chunk costs at least, and per token. A slow guess, so that readers are safe.
-_GUESS_FIXED_S = 0.05
-_GUESS_TOKEN_S = 0.001
+# While others read, a prompt should take at most 2.5 times what it takes alone (DESIGN.md); 2.2 leaves room for noise.
+MAX_SLOWDOWN = 2.2
+# Where it would take longer, a step may take this much of its budget: 115 ms of 100, below the p95 target of 120 ms. On
+# the CPU measured there a chunk costs 50 ms before its first token, so the last 15 ms carry a third of its tokens.
+STRETCH = 1.15
 # Weight of a new measurement.
 _ALPHA = 0.3
 # One measurement may change an estimate by at most this factor, so that one hiccup does not starve prefill.
@@ -67,8 +68,9 @@ class Scheduler:
     """Plans one step at a time; `commit` tells how long its two parts took.
 
     While somebody reads, a chunk is sized so that decode + chunk take about `step_budget_s`, but never below
-    `min_chunk` tokens, so that decodes which fill the budget alone cannot starve prefill. With nobody reading a chunk
-    has `max_chunk` tokens. Without `causal_prompt` a prompt is one chunk, whatever it costs.
+    `min_chunk` tokens, so that decodes which fill the budget alone cannot starve prefill. Where that would make the
+    prompt MAX_SLOWDOWN times slower than alone, the budget is stretched by STRETCH. With nobody reading a chunk has
+    `max_chunk` tokens. Without `causal_prompt` a prompt is one chunk, whatever it costs.
     """
 
     def __init__(
@@ -81,8 +83,7 @@ class Scheduler:
         self._causal_prompt = causal_prompt
         self._sequences: dict[int, Sequence] = {}  # oldest first
         self._decode_s = 0.0
-        self._chunk_s = {size: _GUESS_FIXED_S + size * _GUESS_TOKEN_S for size in _SIZES}
-        self._measured: set[int] = set()
+        self._chunk_cost = ChunkCost()
         self._has_overtaken = False
 
     def add(self, seq: Sequence) -> None:
@@ -108,24 +109,7 @@ class Scheduler:
         if step.decode:
             self._decode_s = _learn(self._decode_s, decode_s) if self._decode_s else decode_s
         if step.prefill is not None:
-            size = step.prefill.end - step.prefill.start
-            bucket = max((known for known in _SIZES if known <= size), default=_SIZES[0])
-            # NOTE: a chunk between two sizes is credited to the lower with its share, never with more than it took.
-            seconds = prefill_s * bucket / size if size > bucket else prefill_s
-            if bucket in self._measured:
-                self._chunk_s[bucket] = _learn(self._chunk_s[bucket], seconds)
-            else:
-                self._measured.add(bucket)
-                self._chunk_s[bucket] = seconds
-
-    def chunk_s(self, size: int) -> float:
-        """Expected seconds of a chunk of so many tokens: between the measured sizes, by straight lines."""
-        below = max((known for known in _SIZES if known <= size), default=_SIZES[0])
-        above = min((known for known in _SIZES if known >= size), default=_SIZES[-1])
-        low_s, high_s = self._chunk_s[below], max(self._chunk_s[above], self._chunk_s[below])
-        if above <= below:
-            return low_s * max(1.0, size / below)
-        return low_s + (high_s - low_s) * (size - below) / (above - below)
+            self._chunk_cost.learn(step.prefill.end - step.prefill.start, prefill_s)
 
     def _plan_chunk(self, waiting: list[Sequence], *, has_readers: bool) -> Chunk:
         oldest = waiting[0]
@@ -140,14 +124,59 @@ class Scheduler:
         return Chunk(chosen, chosen.computed, min(chosen.num_prompt, chosen.computed + size))
 
     def _fitting_size(self) -> int:
-        """The largest chunk that fits beside a decode; sizes beyond twice what was measured are not trusted yet."""
-        left_s = self._step_budget_s - self._decode_s
-        trusted = 2 * max(self._measured, default=_SIZES[1])
-        low, high = self._min_chunk, max(self._min_chunk, min(self._max_chunk, trusted))
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.chunk_s(middle) <= left_s else (low, middle - 1)
-        return low
+        """The chunk that fits beside a decode; the smallest one before any was measured."""
+        if not self._chunk_cost.is_known:
+            return self._min_chunk
+        size = self._largest_within(self._step_budget_s - self._decode_s)
+        alone_s = self._chunk_cost.expect(self._max_chunk) / self._max_chunk
+        if (self._decode_s + self._chunk_cost.expect(size)) / size > MAX_SLOWDOWN * alone_s:
+            size = self._largest_within(STRETCH * self._step_budget_s - self._decode_s)
+        return size
+
+    def _largest_within(self, seconds: float) -> int:
+        sizes = range(self._min_chunk, self._max_chunk + 1)
+        return sizes[max(0, bisect_right(sizes, seconds, key=self._chunk_cost.expect) - 1)]
+
+
+class ChunkCost:
+    """Seconds a chunk takes, by its tokens: a mean for each power of two, as small chunks pay the same overhead.
+
+    Between the means by straight lines; below the smallest its seconds (how much of them is overhead is unknown);
+    above the largest its rate. A larger chunk counts as taking no less than a smaller one, and no more per token, so
+    that one bad measurement cannot keep its size from being tried, and measured, again.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # power of two -> (tokens, seconds)
+        self._line: list[tuple[float, float]] = []  # the same, in order and straightened
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._line)
+
+    def learn(self, size: int, seconds: float) -> None:
+        # NOTE: tokens are averaged too. Crediting a chunk's share to a fixed size would forget the overhead, and
+        # each step would then take up to 30 % more than planned.
+        bucket = (size - 1).bit_length()
+        old_size, old_s = self._means.get(bucket, (float(size), seconds))
+        self._means[bucket] = old_size + _ALPHA * (size - old_size), _learn(old_s, seconds)
+        self._line = []
+        for _, (tokens, mean_s) in sorted(self._means.items()):
+            if self._line:
+                last_tokens, last_s = self._line[-1]
+                mean_s = min(max(mean_s, last_s), last_s * tokens / last_tokens)
+            self._line.append((tokens, mean_s))
+
+    def expect(self, size: int) -> float:
+        """Never less for a larger `size`; 0 before anything was measured."""
+        above = bisect_right(self._line, float(size), key=lambda point: point[0])
+        if above == 0:
+            return self._line[0][1] if self._line else 0.0
+        tokens, seconds = self._line[above - 1]
+        if above == len(self._line):
+            return seconds * size / tokens
+        next_tokens, next_s = self._line[above]
+        return seconds + (next_s - seconds) * (size - tokens) / (next_tokens - tokens)
 
 
 def _learn(old: float, new: float) -> float:

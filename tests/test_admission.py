@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -90,14 +91,15 @@ def test_the_lowest_priority_gets_on_in_bounded_time_under_a_flood_of_the_highes
     pytest.fail(f"it was not served in {bound} s")
 
 
-def test_a_connection_for_each_request_is_no_way_to_pass() -> None:
+@pytest.mark.parametrize("owner_of", [lambda turn: (1, 100 + turn), lambda turn: (100 + turn, 100 + turn)])
+def test_a_connection_or_user_for_each_request_is_no_way_to_pass(owner_of: Callable[[int], tuple[int, int]]) -> None:
     room = full_house()
     fill(room, [(0, (1, 1), 0), (1, (1, 1), 0)])
     for turn in range(1, 5):
-        room.offer(100 + turn, (1, 100 + turn), 0, 0.0)
+        room.offer(100 + turn, owner_of(turn), 0, 0.0)
         if room.pop(0.0) == 1:
             return
-    pytest.fail("new connections always went first")
+    pytest.fail("newcomers always went first")
 
 
 def test_expected_starts_follow_the_measured_service_time() -> None:
@@ -155,9 +157,7 @@ class Load:
 
 
 LOADS = st.lists(
-    st.builds(
-        Load, st.tuples(st.integers(1, 3), st.integers(1, 3)), st.integers(-10, 10), st.integers(1, 4)
-    ),
+    st.builds(Load, st.tuples(st.integers(1, 3), st.integers(1, 3)), st.integers(-10, 10), st.integers(1, 4)),
     min_size=1,
     max_size=6,
 )

@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.streams": {"service.protocol", "service.text", "service.engine.base", "service.connection"},
     "service.connection": {"service.protocol", "service.server", "service.streams"},
     "service.server": {
-        "service", "service.protocol", "service.engine.base", "service.streams", "service.metrics", "service.connection",
+        "service", "service.protocol", "service.engine.base", "service.streams", "service.metrics",
+        "service.connection",
     },
     "service.engine": set(),
     "service.engine.base": {"service.protocol"},
@@ -154,7 +155,9 @@ def test_readme_names_every_dependency() -> None:
         assert f"`{name}`" in readme, f"README gives no reason for {name}"
 
 
-@pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join
+)
 def test_static_checks_are_clean(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300

@@ -42,7 +42,12 @@ def test_the_last_turn_is_kept_with_little_room_and_refused_with_none() -> None:
         build_prompt(TOKENIZER, chat(("user", "x" * 82)), context_limit=100, max_new_tokens=1000)
 
 
-@given(st.lists(TEXTS, max_size=2), st.lists(st.tuples(TEXTS, TEXTS), max_size=6), st.integers(40, 200), st.integers(1, 300))
+@given(
+    st.lists(TEXTS, max_size=2),
+    st.lists(st.tuples(TEXTS, TEXTS), max_size=6),
+    st.integers(40, 200),
+    st.integers(1, 300),
+)
 def test_no_more_is_dropped_than_must_be(
     system: list[str], turns: list[tuple[str, str]], limit: int, max_new_tokens: int
 ) -> None:

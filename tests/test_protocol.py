@@ -135,7 +135,9 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.sampled_from([request.type for request in REQUESTS]) | st.text(), st.dictionaries(FIELDS, JSON), st.booleans())
+@given(
+    st.sampled_from([request.type for request in REQUESTS]) | st.text(), st.dictionaries(FIELDS, JSON), st.booleans()
+)
 def test_any_json_gives_requests_or_protocol_errors(kind: str, values: dict[str, Any], is_plain: bool) -> None:
     body = json.dumps({"type": kind, **values}).encode()
     decoder = RequestDecoder()

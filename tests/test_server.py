@@ -58,9 +58,13 @@ def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Delta))
 
 
-def gated(gate: threading.Event) -> ToyRunner:
+def gated(gate: threading.Event, num_slots: int = 3) -> ToyRunner:
     """A runner whose answers never end, and whose steps wait for the gate."""
-    return ToyRunner(end_one_in=0, fault=lambda call, slot: gate.wait(10) and None)
+
+    def wait(call: str, slot: int) -> None:
+        assert gate.wait(10)
+
+    return ToyRunner(num_slots, end_one_in=0, fault=wait)
 
 
 def test_events_are_numbered_without_a_gap(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_a_vanished_client_ends_its_work_while_running_and_while_queued(tmp_path
         await clients[0].aclose()
         await until(lambda: service.engine.num_running == 0)
 
-    serve(tmp_path, scenario, ToyRunner(num_slots=1, end_one_in=0, fault=lambda call, slot: gate.wait(10) and None))
+    serve(tmp_path, scenario, gated(gate, 1))
 
 
 def test_a_second_connection_may_resume_exactly_where_the_first_was_cut(tmp_path: Path) -> None:
@@ -248,7 +252,7 @@ def test_a_full_queue_is_busy_at_once_and_says_when_to_come_back(tmp_path: Path)
         moved = [event for event in results[2] if isinstance(event, Queued)]
         assert [event.queue_position for event in moved] == [0]
 
-    runner = ToyRunner(num_slots=1, end_one_in=0, fault=lambda call, slot: gate.wait(10) and None)
+    runner = gated(gate, 1)
     serve(tmp_path, scenario, runner, max_queue=2)
 
 
@@ -291,7 +295,7 @@ def test_edit_replaces_a_queued_request_in_a_full_queue(tmp_path: Path) -> None:
             with pytest.raises(UnknownRequest):
                 await client.open(Edit("nobody", "n", "z")).text()
 
-    runner = ToyRunner(num_slots=1, end_one_in=0, fault=lambda call, slot: gate.wait(10) and None)
+    runner = gated(gate, 1)
     serve(tmp_path, scenario, runner, max_queue=1)
 
 
@@ -355,7 +359,9 @@ def test_a_stopped_reader_delays_nobody_and_loses_nothing_when_it_reads_again(tm
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(service.path)
         many = 60
-        sent = "".join(f'{{"type":"chat","id":"{n}","prompt":"{n}","params":{{"max_new_tokens":1900}}}}' for n in range(many))
+        sent = "".join(
+            f'{{"type":"chat","id":"{n}","prompt":"{n}","params":{{"max_new_tokens":1900}}}}' for n in range(many)
+        )
         sock.sendall(sent.encode())
         await until(lambda: service.engine.num_running > 0)
         async with await AsyncClient.connect(service.path) as client:

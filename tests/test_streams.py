@@ -50,7 +50,7 @@ ACTIONS = st.lists(st.text(min_size=1, max_size=5) | st.just(None) | st.floats(0
 
 @given(ACTIONS, st.integers(0, 500))
 def test_any_cuts_resumes_and_merging_give_the_text_once_and_seq_without_a_gap(
-    actions: list[str | None | float], delay_ms: int
+    actions: list[str | float | None], delay_ms: int
 ) -> None:
     stream = make_stream(delay_ms)
     stream.put(base.Waiting(0, 0.0), 0.0)

@@ -122,7 +122,7 @@ def _line(state: str, view: View, language: Language) -> str:
     share = min(1.0, used / view.context_limit) if view.context_limit else 0.0
     bar = f'<span class="glm-bar"><i class="{"full" if share > 0.9 else ""}" style="width:{share:.0%}"></i></span>'
     return (
-        f'<div class="glm-status" role="status" data-state="{state}">'
+        f'<div class="glm-status" data-state="{state}">'
         f'<span class="glm-state"><span class="glm-dot {state}"></span>{say(language, "state_" + state)}</span>'
         f'<span title="{escape(help)}">{say(language, "ttft")}<b>{ttft}</b></span>'
         + item("speed", speed)

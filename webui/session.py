@@ -88,18 +88,19 @@ class ChatSession:
                 yield view
             if view.is_finished:
                 return
-            await self._pause(self._patience.retry_s)
+            await self.pause(self._patience.retry_s)
 
-    async def health(self) -> HealthReport | None:
+    async def health(self, timeout_s: float = 5.0) -> HealthReport | None:
         """What the daemon says of itself; None when it cannot be asked."""
         for _ in range(2):  # the second time on a fresh connection
             client: AsyncClient | None = None
             try:
                 client = await self._connection()
-                return await self._within(client.health())
+                return await self._within(client.health(), timeout_s)
             except (ConnectionLost, ServiceError):
                 await self._forget(client)
-            except TimeoutError:  # closed meanwhile
+            except TimeoutError:
+                await self._forget(client)  # a reply that comes late would answer the next question
                 break
         return None
 
@@ -107,6 +108,12 @@ class ChatSession:
         """Stop every running answer at the daemon; each then ends as stopped."""
         for answer in list(self._answers):
             answer.interrupt()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, but not beyond the session's end: the daemon does not say when it has become ready."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
 
     async def close(self) -> None:
         """End everything at once: the daemon stops what runs on this connection."""
@@ -202,11 +209,6 @@ class ChatSession:
         if view.is_accepted or lost_s >= self._patience.reach_s:
             return end_with(view, error, turn.say)
         return View(state="loading", sentence=turn.say("reaching"))
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._closed.wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,10 @@ class View:
     def is_finished(self) -> bool:
         return self.state in ("done", "stopped", "error")
 
+    def as_stopped(self) -> View:
+        """What remains when the user presses stop."""
+        return self if self.is_finished else replace(self, state="stopped", sentence="", queue_position=0)
+
 
 def advance(
     view: View, event: Event, *, messages: Sequence[Message], elapsed_ms: float, deadline_s: float, say: Say

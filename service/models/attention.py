@@ -50,7 +50,7 @@ class DecodeAttention:
 
     def __init__(self, kv: KvSlots, slots: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
         self._kv = kv
-        self._rows = [(index, slot, position + 1) for index, (slot, position) in enumerate(zip(slots, positions))]  # noqa: B905
+        self._rows = [(slot, position + 1) for slot, position in zip(slots, positions, strict=True)]
         self._slots = torch.tensor(slots, device=device)
         self._positions = torch.tensor(positions, device=device)
 
@@ -60,15 +60,14 @@ class DecodeAttention:
         num_queries = num_heads - 2 * num_kv_heads
         new = heads[:, num_queries:].view(num_rows, 2, num_kv_heads, head_dim)
         kv.layers[layer][self._slots, :, :, self._positions] = new
-        # The H / G queries that share a kv head become rows of one attention: [N, G, H / G, D].
-        queries = heads[:, :num_queries].reshape(num_rows, num_kv_heads, -1, head_dim)
         keys, values = kv.keys[layer], kv.values[layer]
-        attend = F.scaled_dot_product_attention
+        attend, is_grouped = F.scaled_dot_product_attention, num_queries != num_kv_heads
+        queries = heads[:, :num_queries, None].unbind(0)  # N of [H, 1, D]
         out = [
-            attend(queries[index : index + 1], keys[slot].narrow(2, 0, length), values[slot].narrow(2, 0, length))
-            for index, slot, length in self._rows
-        ]
-        return (out[0] if num_rows == 1 else torch.cat(out)).reshape(num_rows, -1)
+            attend(query[None], keys[slot].narrow(2, 0, length), values[slot].narrow(2, 0, length), enable_gqa=is_grouped)
+            for query, (slot, length) in zip(queries, self._rows, strict=True)
+        ]  # N of [1, H, 1, D]
+        return (out[0] if num_rows == 1 else torch.cat(out)).view(num_rows, -1)
 
 
 class PrefillAttention:

@@ -1,0 +1,56 @@
+"""What the port serves beside the page: `/healthz`, and the headers that keep every answer harmless.
+
+Thread: the event loop. Knows FastAPI and no Gradio.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.protocol import to_wire
+from webui.session import ChatSession
+
+# The browser loads nothing from elsewhere, whatever a model writes: a remote image in an answer would tell its
+# server what was said. Gradio's own page needs inline and evaluated scripts, from its own origin.
+CONTENT_POLICY = "; ".join(
+    [
+        "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'",
+        "connect-src 'self' data: blob:",
+        "object-src 'none'",
+        "base-uri 'self'",
+        "form-action 'self'",
+        "frame-src 'none'",
+    ]
+)
+
+
+def add_healthz(app: FastAPI, service: ChatSession) -> None:
+    """`GET /healthz`: the daemon's own report. 200 when it is ready, else 503."""
+
+    @app.get("/healthz")
+    async def healthz() -> JSONResponse:
+        report = await service.health()
+        if report is None:
+            return JSONResponse({"type": "health", "phase": "unreachable"}, 503)
+        return JSONResponse(to_wire(report), 200 if report.phase == "ready" else 503)
+
+
+class SafeHeaders:
+    """Adds the headers to every response, without buffering any."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = CONTENT_POLICY
+                headers["Referrer-Policy"] = "no-referrer"
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        await self._app(scope, receive, send_safely)

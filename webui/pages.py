@@ -1,0 +1,71 @@
+"""The pages that are open now, and each one's session with the daemon.
+
+Thread: the event loop. Knows no Gradio: a page is a name that the browser keeps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from webui.session import ChatSession, Patience
+from webui.texts import Language
+from webui.view import View
+
+# Pages whose browser never said goodbye go when there are more than this, the longest unused first.
+MAX_PAGES = 1024
+
+
+@dataclass(slots=True)
+class Page:
+    session: ChatSession
+    language: Language
+    view: View | None = field(default=None)  # the last one shown
+
+
+class Pages:
+    def __init__(self, socket_path: str, patience: Patience) -> None:
+        self._socket_path = socket_path
+        self._patience = patience
+        self._pages: OrderedDict[str, Page] = OrderedDict()
+
+    async def open(self, name: str, language: Language) -> Page:
+        """A page was loaded. The same name again is a new page."""
+        await self.close(name)
+        page = self._pages[name] = self._new_page(language)
+        while len(self._pages) > MAX_PAGES:
+            await self.close(next(iter(self._pages)))
+        return page
+
+    def get(self, name: str) -> Page | None:
+        if name in self._pages:
+            self._pages.move_to_end(name)
+        return self._pages.get(name)
+
+    @asynccontextmanager
+    async def borrow(self, name: str, language: Language) -> AsyncIterator[Page]:
+        """The page of this name; for a caller that never opened one (an API client), a page for this time only."""
+        page = self.get(name)
+        if page is not None:
+            yield page
+            return
+        page = self._new_page(language)
+        try:
+            yield page
+        finally:
+            await page.session.close()
+
+    async def close(self, name: str) -> None:
+        """The page is gone: whatever it asked for ends at the daemon."""
+        page = self._pages.pop(name, None)
+        if page is not None:
+            await page.session.close()
+
+    async def close_all(self) -> None:
+        for name in list(self._pages):
+            await self.close(name)
+
+    def _new_page(self, language: Language) -> Page:
+        return Page(ChatSession(self._socket_path, patience=self._patience), language)
