@@ -158,13 +158,16 @@ def failure_code(error: BaseException) -> int:
 
 def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
     """Load the model and warm it up; on the engine thread. Raises `ModelError`, `MemoryError`."""
-    from service.engine.runner import TorchRunner, use_threads
     from service.models import choose_model, load_model
+    from service.models.threads import use_threads
 
     started_at = time.monotonic()
     path = choose_model(settings.model, Path(settings.weights_dir))
     log.info("loading %s", path)
-    threads = use_threads(settings.threads)
+    threads = use_threads(settings.threads)  # before torch is imported
+
+    from service.engine.runner import TorchRunner
+
     model = load_model(
         path, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
         num_slots=settings.max_batch_size, max_context=settings.max_context or None,

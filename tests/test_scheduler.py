@@ -207,6 +207,8 @@ def test_once_the_speed_is_known_a_step_keeps_its_budget_or_has_the_smallest_chu
     simulation = Simulation(Scheduler(step_budget_s=BUDGET_S, min_chunk=16), cost)
     for reader in range(num_readers):
         simulation.prefill(sequence(reader, 700))
+    for _ in range(15):
+        simulation.step()  # the decodes' average has caught up with the last reader
     simulation.prefill(sequence(50, 1500))
     simulation.scheduler.remove(50)
     first = len(simulation.steps)

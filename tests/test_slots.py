@@ -121,6 +121,12 @@ def test_without_causal_prompts_only_the_identical_whole_prompt_is_reused() -> N
     assert slots.acquire(SYSTEM, causal=False).cached == 0  # the other one is busy
 
 
+def test_without_causal_prompts_another_prompt_of_the_same_length_is_not_reused() -> None:
+    slots = Slots(1, 500)
+    run(slots, SYSTEM, causal=False)
+    assert run(slots, [*SYSTEM[:-1], 7], causal=False).cached == 0
+
+
 def test_without_causal_prompts_a_prompt_that_was_not_computed_to_its_end_is_not_reused() -> None:
     slots = Slots(1, 500)
     lease = slots.acquire(SYSTEM, causal=False)

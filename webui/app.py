@@ -6,11 +6,14 @@ the faults of Gradio 6 that a line works around.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # NOTE: read when gradio is imported; without it, it phones home
@@ -20,8 +23,8 @@ from fastapi import FastAPI
 
 from service.protocol import Params
 from webui import look, presets, texts
-from webui.gateway import SafeHeaders, add_healthz
-from webui.history import NOTICE_ID, to_messages
+from webui.gateway import SafeHeaders, Stoppable, add_healthz
+from webui.history import NOTICE_ID, to_messages, without_last_notices
 from webui.pages import Page, Pages
 from webui.session import ChatSession, Patience
 from webui.texts import EXAMPLES, TITLE, labels, preferred_language
@@ -30,7 +33,7 @@ from webui.view import View
 log = logging.getLogger(__name__)
 
 STATUS_S = 0.25  # the status line changes at most 4 times a second
-LATEX = [
+LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
@@ -56,14 +59,16 @@ def build_app(
         await service.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.stopping = asyncio.Event()  # set it, and every stream ends
     app.add_middleware(SafeHeaders)
+    app.add_middleware(Stoppable, stopping=app.state.stopping)
     add_healthz(app, service)
     i18n = gr.I18n(**{"zh": labels("zh"), "zh-CN": labels("zh"), "en": labels("en")})
     demo = build_page(Events(pages, service, patience), i18n)
     gr.mount_gradio_app(
         app, demo, path="/", auth=list(credentials) or None, root_path=root_path or None, footer_links=[],
         run_history=False, enable_monitoring=False, show_error=False, ssr_mode=False, i18n=i18n,
-        theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate"), css=look.CSS,
+        theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=look.FONTS), css=look.CSS,
     )  # fmt: skip
     assert hasattr(demo._queue, "sleep_when_free")
     demo._queue.sleep_when_free = 0.01  # NOTE: an idle queue polls each 1 ms, which takes 8 % of a core
@@ -78,30 +83,36 @@ class Events:
         self._service = service
         self._patience = patience
 
-    async def opened(self, request: gr.Request) -> AsyncGenerator[tuple[Any, Any], None]:
-        """A page was loaded: who answers here, followed until the daemon is ready."""
+    async def opened(self, request: gr.Request) -> AsyncGenerator[tuple[Any, Any, Any], None]:
+        """A page was loaded: the words in its language, and who answers here, followed until the daemon is ready."""
         language = _language(request)
+        words = labels(language)
         page = await self._pages.open(_name(request), language)
+        examples = [{"text": pair[language == "en"]} for pair in EXAMPLES]
+        empty_chat = gr.update(placeholder=look.greeting(words["greeting"], words["greeting_more"]), examples=examples)
         until = time.monotonic() + self._patience.loading_s
         while not page.session.is_closed:
             report = await self._service.health()
             status = look.idle_status(report, language) if page.view is None else gr.skip()
-            yield look.header(report, texts.labels(language)["subtitle"], language), status
+            yield look.header(report, words["subtitle"], language), status, empty_chat
             if (report is not None and report.phase == "ready") or time.monotonic() > until:
                 return
+            empty_chat = gr.skip()
             await page.session.pause(1.0)
 
     async def closed(self, request: gr.Request) -> None:
         """The tab is gone. NOTE: a running answer would notice only at its next piece of text."""
         await self._pages.close(_name(request))
 
-    async def stopped(self, request: gr.Request) -> Any:
-        """The stop button: Gradio ends the answer's generator; the status line is ours."""
+    async def stopped(self, shown: list[Any], request: gr.Request) -> tuple[Any, Any, Any]:
+        """The stop button: Gradio ends the answer's generator; what the page says of it is ours."""
         page = self._pages.get(_name(request))
         if page is None or page.view is None:
-            return gr.skip()
+            return gr.skip(), gr.skip(), gr.skip()
         page.session.interrupt()
-        return look.status(page.view.as_stopped(), page.language)
+        page.view = page.view.as_stopped(partial(texts.say, page.language))
+        turns = [*without_last_notices(shown), *_chat(replace(page.view, text=""))]
+        return look.status(page.view, page.language), turns, turns
 
     async def cleared(self, request: gr.Request) -> tuple[Any, Any]:
         report = await self._service.health()
@@ -110,8 +121,8 @@ class Events:
     async def answer(
         self, message: str, history: list[Any], preset: str, temperature: float, top_p: float, top_k: float,
         max_new_tokens: float, repetition_penalty: float, request: gr.Request,
-    ) -> AsyncGenerator[tuple[Any, Any, Any], None]:  # fmt: skip
-        """One answer, as chat messages, status line and notice."""
+    ) -> AsyncGenerator[tuple[Any, ...], None]:  # fmt: skip
+        """One answer, as chat messages, status line, notice and text box."""
         language = _language(request)
         try:
             values = (temperature, top_p, top_k, max_new_tokens, repetition_penalty)
@@ -124,29 +135,29 @@ class Events:
         except Exception:
             log.exception("the page failed to answer")
             view = View(state="error", sentence=texts.say(language, "page_failed"))
-            yield _chat(view), look.status(view, language), look.NOTHING
+            yield _chat(view), look.status(view, language), look.NOTHING, gr.skip()
 
 
-async def _shown(page: Page, views: AsyncGenerator[View, None]) -> AsyncGenerator[tuple[Any, Any, Any], None]:
+async def _shown(page: Page, views: AsyncGenerator[View]) -> AsyncGenerator[tuple[Any, ...], None]:
     """Views as Gradio's values; the status line less often than the text."""
+    # NOTE: Gradio empties the text box's placeholder when a message is sent.
+    box = gr.update(placeholder=labels(page.language)["chat_interface.message_placeholder"])
     status_at, shown = 0.0, View()
     async with aclosing(views):
         async for view in views:
             page.view = view
             now = time.monotonic()
-            is_due = now >= status_at or view.state != shown.state or view.is_finished
-            if is_due:
+            if now >= status_at or view.state != shown.state or view.is_finished:
                 status_at, shown = now + STATUS_S, view
-            yield (
-                _chat(view),
-                look.status(view, page.language) if is_due else gr.skip(),
-                look.notice(view, page.language) if is_due else gr.skip(),
-            )
+                yield _chat(view), look.status(view, page.language), look.notice(view, page.language), box
+            else:
+                yield _chat(view), gr.skip(), gr.skip(), box
+            box = gr.skip()
 
 
 def _chat(view: View) -> list[dict[str, Any]]:
     """The answer, and below it the page's own sentence, marked so that it is no part of the conversation."""
-    messages = []
+    messages: list[dict[str, Any]] = []
     if view.text:
         messages.append({"role": "assistant", "content": _verbatim(view.text)})
     if sentence := look.bubble(view):
@@ -155,52 +166,50 @@ def _chat(view: View) -> list[dict[str, Any]]:
 
 
 def _verbatim(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]  # NOTE: a plain string goes through inspect.cleandoc: indentation is lost
+    return [{"type": "text", "text": text}]  # NOTE: Gradio strips a plain string's indentation
 
 
-class VerbatimChatbot(gr.Chatbot):
-    """A chatbot that keeps the indentation of what the user typed, too."""
+class VerbatimChat(gr.ChatInterface):
+    """Keeps the indentation of what the user typed, too."""
 
-    def postprocess(self, value: Any) -> Any:
-        messages = [
-            {**message, "content": _verbatim(message["content"])}
-            if isinstance(message, dict) and isinstance(message.get("content"), str)
-            else message
-            for message in value or []
-        ]
-        return super().postprocess(messages)
+    def _message_as_message_dict(self, message: Any, role: Any) -> Any:
+        if isinstance(message, str):
+            message = {"role": role, "content": _verbatim(message)}
+        return super()._message_as_message_dict(message, role)
 
 
 def build_page(events: Events, label: Callable[[str], Any]) -> gr.Blocks:
     """The components and what connects them."""
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as demo:
         with gr.Column(elem_id="page"):
-            header = gr.HTML(look.header(None, "", "zh"), elem_id="glm-header")
-            notice = gr.HTML(look.NOTHING, elem_id="glm-notice")
+            header = gr.HTML(look.header(None, "", "zh"), elem_id="glm-header", padding=False)
+            notice = gr.HTML(look.NOTHING, elem_id="glm-notice", padding=False)
             top = gr.Column(elem_id="page-top")
             with gr.Column(elem_id="page-bottom"):
-                status = gr.HTML(look.idle_status(None, "zh"), elem_id="glm-status")
+                status = gr.HTML(look.idle_status(None, "zh"), elem_id="glm-status", padding=False)
                 inputs = _sampling(label)
+        question = gr.Textbox(
+            placeholder=label("chat_interface.message_placeholder"), lines=1, max_lines=8, autofocus=True,
+            submit_btn=True, stop_btn=True, show_label=False, elem_id="question", render=False,
+        )  # fmt: skip
         with top:
-            chat = gr.ChatInterface(
+            chat = VerbatimChat(
                 events.answer,
-                chatbot=VerbatimChatbot(
+                chatbot=gr.Chatbot(
                     elem_id="chat", show_label=False, height=None, sanitize_html=True, allow_tags=False,
-                    latex_delimiters=LATEX, buttons=["copy", "copy_all"], placeholder=look.greeting("", ""),
-                    autoscroll=True, layout="bubble",
+                    latex_delimiters=LATEX, buttons=["copy", "copy_all"], autoscroll=True, layout="bubble",
                 ),
-                textbox=gr.Textbox(
-                    placeholder=label("chat_interface.message_placeholder"), lines=1, max_lines=8, autofocus=True,
-                    submit_btn=True, stop_btn=True, show_label=False, elem_id="question",
-                ),
-                additional_inputs=inputs, additional_outputs=[status, notice],
+                textbox=question, additional_inputs=inputs, additional_outputs=[status, notice, question],
                 examples=[[chinese, *[None] * len(inputs)] for chinese, _ in EXAMPLES],
                 cache_examples=False, analytics_enabled=False, api_name="chat", concurrency_limit=None,
                 show_progress="hidden", flagging_mode="never",
             )  # fmt: skip
-        chat.textbox.stop(events.stopped, None, [status], queue=False, show_progress="hidden", api_visibility="private")
-        chat.chatbot.clear(events.cleared, None, [status, notice], queue=False, show_progress="hidden", api_visibility="private")
-        demo.load(events.opened, None, [header, status], show_progress="hidden", concurrency_limit=None, api_visibility="private")
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        chat.textbox.stop(
+            events.stopped, [chat.chatbot], [status, chat.chatbot, chat.chatbot_state], queue=False, **quiet
+        )
+        chat.chatbot.clear(events.cleared, None, [status, notice], queue=False, **quiet)
+        demo.load(events.opened, None, [header, status, chat.chatbot], concurrency_limit=None, **quiet)
         demo.unload(events.closed)
     return demo
 

@@ -1,9 +1,11 @@
-"""What the port serves beside the page: `/healthz`, and the headers that keep every answer harmless.
+"""What the port serves beside the page: `/healthz`, the headers that keep every answer harmless, and a quick end.
 
 Thread: the event loop. Knows FastAPI and no Gradio.
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -54,3 +56,39 @@ class SafeHeaders:
             await send(message)
 
         await self._app(scope, receive, send_safely)
+
+
+class Stoppable:
+    """Ends every response that still streams once `stopping` is set, as if its client had gone.
+
+    Streams of a page live as long as the page, so a server that waits for them to end never stops.
+    """
+
+    def __init__(self, app: ASGIApp, stopping: asyncio.Event) -> None:
+        self._app = app
+        self._stopping = stopping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_open = False  # the response has begun and not ended
+
+        async def receive_or_stop() -> Message:
+            received = asyncio.ensure_future(receive())
+            stopped = asyncio.ensure_future(self._stopping.wait())
+            try:
+                await asyncio.wait((received, stopped), return_when=asyncio.FIRST_COMPLETED)
+                return {"type": "http.disconnect"} if self._stopping.is_set() else await received
+            finally:
+                received.cancel()
+                stopped.cancel()
+
+        async def send_noted(message: Message) -> None:
+            nonlocal is_open
+            is_open = message["type"] == "http.response.start" or bool(message.get("more_body"))
+            await send(message)
+
+        await self._app(scope, receive_or_stop, send_noted)
+        if is_open and self._stopping.is_set():
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

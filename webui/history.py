@@ -36,6 +36,14 @@ def to_messages(history: Sequence[Any], question: str) -> list[Message]:
     return [*messages, Message("user", _clean(question))]
 
 
+def without_last_notices(history: Sequence[Any]) -> list[Any]:
+    """What is shown, without the sentences of the page that stand at the end: they are about what is over now."""
+    turns = list(history)
+    while turns and _is_notice(turns[-1]):
+        turns.pop()
+    return turns
+
+
 def _drop_unanswered(messages: list[Message]) -> None:
     if messages and messages[-1].role == "user":
         messages.pop()
@@ -51,8 +59,12 @@ def _text_of(item: Any) -> str:
     if isinstance(content, str):
         return _clean(content)
     parts = content if isinstance(content, list) else [content]
-    texts = [part if isinstance(part, str) else part.get("text") or "" for part in parts if isinstance(part, str | dict)]
-    return _clean("".join(texts))
+    return _clean("".join(_text_of_part(part) for part in parts))
+
+
+def _text_of_part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else ""
 
 
 def _clean(text: str) -> str:

@@ -11,12 +11,13 @@ from service.protocol import HealthReport
 from webui.texts import TITLE, Language, say
 from webui.view import View
 
-_FONTS = '"Noto Color Emoji", system-ui, "Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", sans-serif'
+# Fonts of the reader's machine, nothing from elsewhere. Emoji come before system-ui, which draws some of them in
+# black, and after a font that has digits, which the emoji font would draw as keys.
+FONTS = ("Noto Sans", "Segoe UI", "Helvetica Neue", "Arial", "Noto Color Emoji", "system-ui", "sans-serif")
 
 # What Gradio 6's own layout needs: a 100dvh page in which only the chat scrolls (`min-height: 0` along its flex
 # chain), a container that does not change its width while text streams in, and an accordion that never eats the chat.
 CSS = """
-:root { --glm-line: var(--border-color-primary); --glm-quiet: var(--body-text-color-subdued); }
 .gradio-container { height: 100dvh; width: 100%; max-width: 920px !important; margin: 0 auto !important; }
 .gradio-container > .main, .gradio-container .wrap:has(> .contain), .gradio-container .contain,
 .contain > .column, #page, #page-top, #page-top > .column { min-height: 0; }
@@ -27,43 +28,46 @@ CSS = """
 #page-bottom { flex: 0 0 auto !important; gap: 8px; flex-wrap: nowrap; }
 #chat { flex: 1 1 0 !important; min-height: 0 !important; height: auto !important; }
 #sampling { max-height: 38dvh; overflow-y: auto; }
-.glm-hidden, .block:has(> .html-container .glm-none) { display: none !important; }
+.block:has(> .html-container .glm-none) { display: none !important; }
 
-#glm-header { padding: 2px 12px; }
+#glm-header .html-container, #glm-notice .html-container, #glm-status .html-container { padding: 0 12px !important; }
+#glm-header { margin: 8px 0 6px; }
 .glm-top { display: flex; align-items: center; justify-content: space-between; gap: 12px; }
 .glm-top h1 { font-size: 20px; line-height: 1.3; margin: 0; font-weight: 700; color: var(--body-text-color); }
-.glm-sub { font-size: 13px; color: var(--glm-quiet); }
-.glm-badge { border: 1px solid var(--glm-line); border-radius: 999px; padding: 2px 10px; font-size: 12px;
-  color: var(--glm-quiet); background: var(--background-fill-secondary); white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis; min-width: 0; }
+.glm-sub { font-size: 13px; color: var(--body-text-color-subdued) !important; }
+.glm-badge { border: 1px solid var(--border-color-primary); border-radius: 999px; padding: 2px 10px; font-size: 12px;
+  color: var(--body-text-color-subdued) !important; background: var(--background-fill-secondary);
+  white-space: nowrap; overflow: hidden; text-overflow: ellipsis; min-width: 0; }
 
-.glm-notice { background: #fef3c7; border: 1px solid #fde68a; color: #92400e; border-radius: 8px; padding: 7px 12px;
-  font-size: 13px; margin: 0 12px; }
-.dark .glm-notice { background: #422006; border-color: #713f12; color: #fde68a; }
+.glm-notice { background: #fef3c7; border: 1px solid #fde68a; color: #92400e !important; border-radius: 8px;
+  padding: 7px 12px; font-size: 13px; }
+.dark .glm-notice { background: #422006; border-color: #713f12; color: #fde68a !important; }
 
-.glm-status { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 16px; padding: 0 12px; font-size: 13px;
-  min-height: 22px; color: var(--glm-quiet); font-variant-numeric: tabular-nums; }
+.glm-status { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 16px; font-size: 13px;
+  min-height: 22px; font-variant-numeric: tabular-nums; }
+.glm-status > span { color: var(--body-text-color-subdued) !important; }
 .glm-status b { font-weight: 500; color: var(--body-text-color); margin-left: 4px; }
-.glm-state { color: var(--body-text-color); min-width: 84px; }
+.glm-status > .glm-state { color: var(--body-text-color) !important; min-width: 84px; }
 .glm-dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 6px; background: #94a3b8; }
 .glm-dot.answering { background: #22c55e; } .glm-dot.queued, .glm-dot.loading { background: #f59e0b; }
-.glm-dot.error, .glm-dot.offline { background: #ef4444; } .glm-dot.ready { background: #22c55e; }
+.glm-dot.error, .glm-dot.offline { background: #ef4444; }
 .glm-bar { display: inline-block; width: 72px; height: 5px; border-radius: 3px; margin-left: 8px; overflow: hidden;
   background: var(--border-color-primary); vertical-align: middle; }
 .glm-bar i { display: block; height: 100%; background: #3b82f6; }
 .glm-bar i.full { background: #f59e0b; }
 
-.glm-hello { text-align: center; }
+.glm-hello { text-align: center; text-wrap: balance; }
 .glm-hello h2 { font-size: 20px; font-weight: 700; margin: 0 0 12px; }
-.glm-hello p { font-size: 14px; color: var(--glm-quiet); margin: 0; }
-#chat .message-wrap { gap: 10px; }
+.glm-hello p { font-size: 14px; margin: 0; }
+.glm-hello p { color: var(--body-text-color-subdued) !important; }
+#chat .examples { max-width: 534px; margin: 0 auto; grid-template-columns: 1fr 1fr !important; }
 
 @media (max-width: 640px) {
   .gradio-container > .main { padding: 8px !important; }
   .glm-sub, .glm-extra { display: none; }
   .glm-top h1 { font-size: 17px; }
   .glm-status { gap: 2px 10px; }
-  .glm-state { min-width: 0; }
+  .glm-status > .glm-state { min-width: 0; }
   .glm-bar { width: 44px; }
 }
 """

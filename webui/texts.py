@@ -51,6 +51,7 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "The model service restarted before it could answer; please send the question again.",
     ),
     "empty": ("模型没有给出任何文字，可以点“重试”。", "The model gave no text; you can press retry."),
+    "stopped_early": ("已停止，还没有开始回答。", "Stopped before the answer began."),
     # refusals and failures
     "busy": (
         "现在排队的人太多，请大约 {seconds} 秒后再试。",

@@ -63,9 +63,11 @@ class View:
     def is_finished(self) -> bool:
         return self.state in ("done", "stopped", "error")
 
-    def as_stopped(self) -> View:
+    def as_stopped(self, say: Say) -> View:
         """What remains when the user presses stop."""
-        return self if self.is_finished else replace(self, state="stopped", sentence="", queue_position=0)
+        if self.is_finished:
+            return self
+        return replace(self, state="stopped", sentence="" if self.text else say("stopped_early"), queue_position=0)
 
 
 def advance(
@@ -134,6 +136,8 @@ def _finished(view: View, done: Done, deadline_s: float, say: Say) -> View:
         sentence = say("deadline", seconds=_whole(deadline_s))
     elif done.reason == "drained":
         sentence = say("drained")
+    elif done.reason == "interrupted" and not view.text:
+        sentence = say("stopped_early")
     elif done.reason == "stop" and not view.text.strip():
         sentence = say("empty")
     has_speed = done.timing.tokens_per_s > 0

@@ -83,7 +83,7 @@ class TwoStageHead:
         logits = _int8_matmul(hidden.bfloat16(), self._values, self._scale).float()  # [N, V]
         best = logits.topk(min(NUM_REFINED, logits.shape[1]), sorted=False).indices  # [N, 64]
         rows = self._rows(best.view(-1)).view(*best.shape, -1)  # [N, 64, H]
-        return logits.scatter_(1, best, torch.einsum("nkh,nh->nk", rows, hidden))
+        return logits.scatter_(1, best, torch.bmm(rows, hidden[:, :, None])[:, :, 0])
 
 
 def make_embedding(table: Weight, form: LinearFormat) -> Embedding:

@@ -1,0 +1,67 @@
+"""One scripted daemon and one page for a module's tests: the page runs in this process, on a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.toy_daemon import DaemonThread, say_hello
+
+
+class PageThread:
+    """The page behind uvicorn. `url` is where it is."""
+
+    def __init__(self, app: Any) -> None:
+        import uvicorn
+
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.app = app
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="page")
+        self._thread.start()
+
+    def close(self) -> None:
+        self.app.state.stopping.set()
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._listener.close()
+
+
+@pytest.fixture(scope="module")
+def daemon_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonThread]:
+    path: Path = tmp_path_factory.mktemp("daemon")
+    daemon = DaemonThread(str(path / "toy.sock"))
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(scope="module")
+def page_of_module(daemon_of_module: DaemonThread) -> Iterator[PageThread]:
+    from webui.app import build_app
+    from webui.session import Patience
+
+    page = PageThread(build_app(daemon_of_module.toy.path, patience=Patience(reach_s=0.3, retry_s=0.1)))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def url(page_of_module: PageThread) -> str:
+    return page_of_module.url
+
+
+@pytest.fixture
+def daemon(daemon_of_module: DaemonThread) -> DaemonThread:
+    """The module's daemon, with nothing left of the last test."""
+    toy = daemon_of_module.toy
+    toy.script = say_hello
+    toy.reports.clear()
+    toy.talks.clear()
+    return daemon_of_module

@@ -1,0 +1,186 @@
+"""The page over HTTP, against a scripted daemon: what it serves, to whom, and what it keeps out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from service.protocol import Message
+from tests.toy_daemon import DaemonThread, Talk
+from tests.webui.conftest import PageThread
+from webui import look, presets
+from webui.history import NOTICE_ID, to_messages, without_last_notices
+from webui.texts import EXAMPLES, LABELS, say
+from webui.view import View
+
+DEFAULTS = ["default", 0.8, 0.8, 0, 1024, 1.0]
+
+
+def ask(url: str, *data: Any, language: str = "zh-CN") -> list[Any]:
+    """The events' data of one `/chat` call."""
+    headers = {"Accept-Language": language}
+    with httpx.Client(base_url=url, headers=headers, timeout=20) as http:
+        event = http.post("/gradio_api/call/chat", json={"data": list(data)}).raise_for_status().json()["event_id"]
+        text = http.get(f"/gradio_api/call/chat/{event}").text
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "null"]
+
+
+def said(reply: Any) -> list[str]:
+    return [part["text"] for message in reply for part in message["content"]]
+
+
+def test_a_question_over_the_api_is_answered_and_its_connection_closed(url: str, daemon: DaemonThread) -> None:
+    before = daemon.toy.num_connections
+    last = ask(url, "你好", *DEFAULTS)[-1]
+    assert said(last[0]) == ["你好，世界"]
+    assert 'data-state="done"' in last[1]
+    assert daemon.toy.talks[0].chat.params == {}
+    daemon.until(lambda: daemon.toy.num_connections <= max(1, before))
+
+
+def test_changed_parameters_reach_the_daemon(url: str, daemon: DaemonThread) -> None:
+    ask(url, "你好", "precise", 0.2, 0.7, 40, 256, 1.0)
+    expected = {"temperature": 0.2, "top_p": 0.7, "top_k": 40, "max_new_tokens": 256}
+    assert daemon.toy.talks[0].chat.params == expected
+
+
+def test_a_parameter_that_is_no_number_is_said_and_raises_nothing(url: str, daemon: DaemonThread) -> None:
+    last = ask(url, "你好", "no such preset", 0.8, 0.8, 0, "many", 1.0)
+    assert last == [] or "error" in json.dumps(last[-1])
+    assert said(ask(url, "你好", *DEFAULTS)[-1][0]) == ["你好，世界"]
+
+
+@pytest.mark.parametrize(("language", "picked"), [("zh-CN,zh", "zh"), ("en-US", "en"), ("fr", "en")])
+def test_sentences_are_in_the_browsers_language(
+    url: str, daemon: DaemonThread, language: str, picked: Any
+) -> None:
+    async def script(talk: Talk) -> None:
+        talk.accepted()
+        talk.started()
+        talk.delta("x")
+        talk.done("length")
+
+    daemon.toy.script = script
+    last = ask(url, "?", *DEFAULTS, language=language)[-1]
+    assert said(last[0]) == ["x", "ℹ️ " + say(picked, "length", tokens=1)]
+    assert last[0][1]["metadata"] == {"id": NOTICE_ID}
+
+
+def test_healthz_tells_ready_from_loading_and_from_gone(url: str, daemon: DaemonThread) -> None:
+    ready = httpx.get(url + "/healthz")
+    assert (ready.status_code, ready.json()["phase"], ready.json()["model"]) == (200, "ready", "chatglm3-6b")
+    daemon.toy.reports = [replace(daemon.toy.report, phase="loading", progress=0.5)]
+    loading = httpx.get(url + "/healthz")
+    assert (loading.status_code, loading.json()["progress"]) == (503, 0.5)
+    daemon.run(daemon.toy.kill())
+    try:
+        gone = httpx.get(url + "/healthz")
+        assert (gone.status_code, gone.json()["phase"]) == (503, "unreachable")
+    finally:
+        daemon.run(daemon.toy.start())
+    assert httpx.get(url + "/healthz").status_code == 200
+
+
+def test_nothing_of_the_page_comes_from_elsewhere(url: str, daemon: DaemonThread) -> None:
+    page = httpx.get(url + "/")
+    assert page.status_code == 200 and "ChatGLM 对话" in page.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "http" not in policy and "*" not in policy
+    assert page.headers["referrer-policy"] == "no-referrer"
+    config = httpx.get(url + "/config").json()
+    assert config["analytics_enabled"] is False
+    assert config.get("footer_links") == []
+
+
+def test_each_label_is_there_in_chinese_and_english(url: str, daemon: DaemonThread) -> None:
+    translations = httpx.get(url + "/config").json()["i18n_translations"]
+    assert set(translations) == {"zh", "zh-CN", "en"}
+    assert set(translations["zh-CN"]) == set(translations["en"]) == set(LABELS)
+    assert len(EXAMPLES) >= 4
+
+
+def test_the_idle_queue_does_not_poll_each_millisecond(page_of_module: PageThread) -> None:
+    mounts = [route for route in page_of_module.app.routes if hasattr(getattr(route, "app", None), "get_blocks")]
+    assert [mount.app.get_blocks()._queue.sleep_when_free for mount in mounts] == [0.01]
+    assert [mount.app.get_blocks().max_size for mount in mounts if hasattr(mount.app.get_blocks(), "max_size")] == []
+
+
+@pytest.fixture(scope="module")
+def guarded(daemon_of_module: DaemonThread) -> Iterator[PageThread]:
+    from webui.app import build_app
+
+    page = PageThread(build_app(daemon_of_module.toy.path, credentials=[("ann", "secret")]))
+    yield page
+    page.close()
+
+
+def test_with_credentials_only_who_has_logged_in_is_answered(guarded: PageThread, daemon: DaemonThread) -> None:
+    with httpx.Client(base_url=guarded.url, timeout=20) as http:
+        assert http.post("/gradio_api/call/chat", json={"data": ["?", *DEFAULTS]}).status_code == 401
+        assert http.post("/login", data={"username": "ann", "password": "wrong"}).status_code == 400
+        assert not daemon.toy.talks
+        assert http.post("/login", data={"username": "ann", "password": "secret"}).status_code == 200
+        http.post("/gradio_api/call/chat", json={"data": ["?", *DEFAULTS]}).raise_for_status()
+        daemon.until(lambda: bool(daemon.toy.talks))
+
+
+def test_the_page_needs_no_torch() -> None:
+    check = "import sys, webui.app; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
+
+
+# --- pure parts -------------------------------------------------------------------------------------------------
+
+
+def _turn(role: str, text: str, metadata: Any = None) -> dict[str, Any]:
+    return {"role": role, "metadata": metadata, "content": [{"type": "text", "text": text}], "options": None}
+
+
+def test_history_from_the_page_and_from_an_api_client_read_the_same() -> None:
+    page = [_turn("user", "a"), _turn("assistant", "  b\n\tc")]
+    api = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "  b\n\tc"}]
+    expected = [Message("user", "a"), Message("assistant", "  b\n\tc"), Message("user", "d")]
+    assert to_messages(page, "d") == to_messages(api, "d") == expected
+
+
+def test_sentences_of_the_page_and_unanswered_questions_are_not_sent() -> None:
+    notice = _turn("assistant", "⚠️ …", {"id": NOTICE_ID})
+    history = [_turn("user", "lost"), notice, _turn("user", "a"), _turn("assistant", "b"), notice, _turn("user", "c")]
+    assert to_messages(history, "d") == [Message("user", "a"), Message("assistant", "b"), Message("user", "d")]
+    assert without_last_notices(history[:2]) == history[:1]
+
+
+def test_a_lone_surrogate_does_not_break_the_conversation() -> None:
+    assert to_messages([], "a\ud800b") == [Message("user", "a?b")]
+
+
+def test_only_what_differs_or_is_named_by_a_preset_is_sent() -> None:
+    shown = dict(zip(presets.OFFERED, DEFAULTS[1:], strict=True))
+    assert presets.changed("default", shown) == {}
+    assert presets.changed("default", {**shown, "top_k": 40.0}) == {"top_k": 40}
+    assert presets.changed("balanced", {**shown, **presets.shown_values("balanced")}) == presets.PRESETS["balanced"]
+
+
+def test_text_from_outside_is_escaped_in_our_html(daemon: DaemonThread) -> None:
+    evil = replace(daemon.toy.report, model="<img src=x onerror=alert(1)>")
+    assert "<img" not in look.header(evil, "<b>", "zh")
+    assert "<b>" not in look.header(evil, "<b>", "zh")
+
+
+def test_the_status_line_shows_the_numbers_and_warns_when_the_context_is_nearly_full() -> None:
+    view = View(text="x", tokens=90, prompt_tokens=10, context_limit=100, ttft_ms=12.4, tokens_per_s=9.87)
+    line = look.status(view, "en")
+    assert "12 ms" in line and "9.9 tok/s" in line and "100/100" in line and 'class="full"' in line
+
+
+def test_the_notice_appears_only_when_turns_were_dropped() -> None:
+    assert look.notice(View(), "zh") == look.NOTHING
+    assert say("zh", "dropped", turns=2) in look.notice(View(dropped_turns=2), "zh")

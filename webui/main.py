@@ -1,0 +1,93 @@
+"""The page as a process: settings → port → app → serve until a signal.
+
+Thread: the main one, which runs the event loop. Exit codes: 0 after a signal · 1 the port is taken or an unexpected
+failure · 3 bad settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from service.lifeline import die_with_parent
+from service.settings import SettingsError
+from webui.settings import Config, read_config
+
+FAILED, MISCONFIGURED = 1, 3
+
+# Open streams end at once when the page stops; this bounds what else may still run.
+GRACE_S = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script `chatglm-webui`."""
+    parent_pid = os.getppid()
+    try:
+        config = read_config(sys.argv[1:] if argv is None else argv, os.environ)
+    except SettingsError as error:
+        print(f"chatglm-webui: {error}", file=sys.stderr)
+        sys.exit(MISCONFIGURED)
+    if "SUPERVISOR_ENABLED" in os.environ:
+        die_with_parent(parent_pid)
+    logging.basicConfig(
+        level=config.settings.log_level.upper(), stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )  # fmt: skip
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        listener = listen(config.settings.host, config.settings.port)
+    except OSError as error:
+        where = f"{config.settings.host}:{config.settings.port}"
+        print(f"chatglm-webui: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(FAILED)
+    serve(config, listener)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `OSError`. From here on nobody else can take the port while the page is built."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(config: Config, listener: socket.socket) -> None:
+    """Serve until TERM or INT."""
+    # uvicorn raises the signal again when it has stopped; before it runs, there is nothing to stop.
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+
+    import uvicorn  # here, so that bad settings and a taken port are told at once: these imports take seconds
+
+    from webui.app import build_app
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.state.stopping.set()
+            super().handle_exit(sig, frame)
+
+    settings = config.settings
+    app = build_app(settings.socket_path, credentials=config.credentials, root_path=settings.root_path)
+    uvicorn_config = uvicorn.Config(
+        app, log_level=settings.log_level, access_log=settings.log_level == "debug", server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )  # fmt: skip
+    logging.getLogger(__name__).info("the page is at http://%s:%d", settings.host, settings.port)
+    Server(uvicorn_config).run(sockets=[listener])
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
