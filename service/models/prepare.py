@@ -27,7 +27,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 STAMP = ".prepared.json"
-FORMAT = 1  # of the files written beside the weights; another number writes them again
+FORMAT = 2  # of the files written beside the weights; another number writes them again
+# The model card's sampling advice; what the loader takes for a chat that names none.
+GENERATION = {"temperature": 0.2, "top_p": 0.9}
 _CONTROL = 3  # llama.cpp's token type of control tokens
 
 
@@ -69,7 +71,7 @@ def _is_prepared(target: Path, weights: Path) -> bool:
     """The stamp knows this very file, and everything that was written beside it is there."""
     try:
         stamp = json.loads((target / STAMP).read_text("utf-8"))
-        names = ("tokenizer.json", "tokenizer_config.json", "LICENSE")
+        names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE")
         return bool(stamp == _stamp(weights)) and all((target / name).stat().st_size for name in names)
     except (OSError, ValueError):
         return False
@@ -150,6 +152,8 @@ def _write_tokenizer(weights: Path, target: Path) -> None:
     }
     _write(target / "tokenizer.json", tokenizer.to_str().encode())
     _write(target / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False).encode())
+    eos_id = file.get("tokenizer.ggml.eos_token_id")
+    _write(target / "generation_config.json", json.dumps({**GENERATION, "eos_token_id": eos_id}, indent=2).encode())
 
 
 if __name__ == "__main__":
