@@ -281,6 +281,10 @@ class LocalEngine:
     def _run(self) -> None:
         try:
             self._loaded = self._load()
+        except BaseException as error:  # the daemon has one line for each kind; a traceback helps nobody here
+            self._loop.call_soon_threadsafe(self._mourn, error)
+            return
+        try:
             steps = self._make_steps(self._loaded)
             self._loop.call_soon_threadsafe(self._ready.set_result, None)
             while self._obey(steps):

@@ -1,80 +1,84 @@
-"""`Runner` over torch: a decoder's forwards, each row's sampler, and errors in words that the engine knows.
+"""The torch runner: steps over KV slots, for the local engine.
 
-Thread: the engine's, for everything after construction. Knows no requests, no text and no queue.
+The engine thread's, every method. Knows the decoder and the samplers; token ids in, token ids out. Knows no text, no
+requests and no schedule.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from service.engine.base import Capabilities, OutOfMemory
 from service.models import LoadedModel
+from service.models.threads import use_threads
 from service.protocol import Params
 from service.sampling import RowSampler, sample
 
+__all__ = ["TorchRunner", "use_threads"]
+
+_WARM_UP_TOKENS = 256
+
 
 class TorchRunner:
-    """The engine's runner. Slots are numbered 0 … num_slots - 1."""
+    """A `Runner` over a loaded model."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._decoder = model.decoder
         self._capabilities = model.capabilities
-        self._device = model.decoder.device
         self._samplers: dict[int, RowSampler] = {}
 
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    def warm_up(self) -> None:
+        """Run each kind of step once, so that the first request does not pay for what is set up lazily."""
+        num_tokens = min(_WARM_UP_TOKENS, self._capabilities.context_limit - 1)
+        self.open(0, Params(temperature=1, top_p=0.8, seed=0), [])
+        self.prefill(0, 0, [0] * num_tokens, is_last=True, should_abort=lambda: False)
+        self.prefill(0, num_tokens // 2, [0] * (num_tokens // 2), is_last=True, should_abort=lambda: False)
+        self.close(0)
+        for num_rows in {1, self._capabilities.num_slots}:
+            for slot in range(num_rows):
+                self.open(slot, Params(temperature=0), [])
+            self.decode(range(num_rows), [0] * num_rows, [0] * num_rows)
+            for slot in range(num_rows):
+                self.close(slot)
+
     def open(self, slot: int, params: Params, prompt: Sequence[int]) -> None:
-        self._samplers[slot] = RowSampler(params, prompt, self._device)
+        self._samplers[slot] = RowSampler(params, prompt)
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]
     ) -> int | None:
-        with _translated():
+        with _step():
             logits = self._decoder.prefill(slot, start, ids, wants_logits=is_last, should_abort=should_abort)
             return None if logits is None else sample(logits, [self._samplers[slot]])[0]
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> list[int | None]:
-        with _translated():
-            logits = self._decoder.decode(slots, ids, positions)
-            return sample(logits, [self._samplers[slot] for slot in slots])
+        with _step():
+            return sample(self._decoder.decode(slots, ids, positions), [self._samplers[slot] for slot in slots])
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        with _translated():
+        with _step():
             self._decoder.kv.copy_prefix(source, target, length)
 
     def close(self, slot: int) -> None:
         self._samplers.pop(slot, None)
 
-    def warm_up(self) -> None:
-        """Run every batch size once, and a long and a short prefill, so that no request pays for first calls."""
-        limit = self._capabilities.context_limit
-        for size in (1, min(64, limit - 2), min(512, limit - 2)):
-            self.open(0, Params(), [0])
-            self.prefill(0, 0, [0] * size, is_last=True, should_abort=lambda: False)
-        slots = range(self._capabilities.num_slots)
-        for slot in slots:
-            self.open(slot, Params(), [0])
-        for count in range(1, len(slots) + 1):
-            self.decode(slots[:count], [0] * count, [0] * count)
-        for slot in slots:
-            self.close(slot)
 
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Inference mode; whatever torch says of memory becomes `OutOfMemory`."""
+@contextmanager
+def _step() -> Iterator[None]:
+    """Inference mode is the thread's, so each step sets it; running out of memory has one name, whatever ran out."""
     try:
         with torch.inference_mode():
             yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(str(error).splitlines()[0] if str(error) else "host memory") from error
+        raise OutOfMemory(str(error)) from error
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # the CPU allocator raises a plain RuntimeError
+        if "can't allocate memory" not in str(error):  # the CPU allocator's words
             raise
-        raise OutOfMemory(str(error).splitlines()[0]) from error
+        raise OutOfMemory(str(error)) from error

@@ -64,7 +64,9 @@ class DecodeAttention:
         attend, is_grouped = F.scaled_dot_product_attention, num_queries != num_kv_heads
         queries = heads[:, :num_queries, None].unbind(0)  # N of [H, 1, D]
         out = [
-            attend(query[None], keys[slot].narrow(2, 0, length), values[slot].narrow(2, 0, length), enable_gqa=is_grouped)
+            attend(
+                query[None], keys[slot].narrow(2, 0, length), values[slot].narrow(2, 0, length), enable_gqa=is_grouped
+            )
             for query, (slot, length) in zip(queries, self._rows, strict=True)
         ]  # N of [1, H, 1, D]
         return (out[0] if num_rows == 1 else torch.cat(out)).view(num_rows, -1)

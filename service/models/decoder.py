@@ -42,6 +42,12 @@ class DecoderConfig:
     context_limit: int  # positions the model was made for
     rope_scale: float = 1.0  # positions are divided by it ("linear" scaling)
 
+    @property
+    def num_matrix_weights(self) -> int:
+        """Weights of the layers' matrices, embeddings and head not counted."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
     def angles(self, context: int) -> Tensor:
         """Rotary angles [context, D / 2] in float32: position / theta^(2i / rotary_dim), 0 where nothing rotates."""
         exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
@@ -79,9 +85,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.kv = KvSlots(
-            config.num_layers, num_slots, config.num_kv_heads, context, config.head_dim, dtype, device
-        )
+        self.kv = KvSlots(config.num_layers, num_slots, config.num_kv_heads, context, config.head_dim, dtype, device)
         # sqrt(|x|^2 / E + eps) = hypot(|x|, sqrt(E * eps)) / sqrt(E): the last factor goes into the norms' weights.
         root = math.sqrt(config.hidden_size)
         self._norm_floor = torch.tensor(root * math.sqrt(config.rms_norm_eps), device=device)

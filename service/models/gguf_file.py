@@ -49,7 +49,7 @@ class GgufFile:
             raise ModelError(f"cannot read {path}: {error}; check the path, or run `make model`") from None
         try:
             self._at = 0
-            self._header = memoryview(self._bytes)
+            self._header = memoryview(self._bytes.data)
             num_tensors = self._read_start()
             self.tensors = self._read_directory(num_tensors)
         except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError):

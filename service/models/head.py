@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from service.models.linear import Linear, LinearFormat
-from service.models.weights import GROUP, Grouped, Weight, dense
+from service.models.weights import Grouped, Weight, dense
 
 NUM_REFINED = 64  # covers what top-p 0.8 keeps, with a wide margin for the first stage's error
 _int8_matmul = torch.ops.aten._weight_int8pack_mm.default

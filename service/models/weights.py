@@ -40,13 +40,6 @@ def dense(weight: Weight) -> Tensor:
     return weight.dense() if isinstance(weight, Grouped) else weight
 
 
-def take_rows(weight: Weight, rows: Tensor) -> Weight:
-    """The matrix with its rows in another order."""
-    if isinstance(weight, Grouped):
-        return Grouped(weight.values[rows], weight.scale[rows], weight.minimum[rows])
-    return weight[rows]
-
-
 def concat_rows(weights: Sequence[Weight]) -> Weight:
     """One matrix over several: dense as soon as their formats differ."""
     grouped = [weight for weight in weights if isinstance(weight, Grouped)]

@@ -1,0 +1,40 @@
+"""The files that a tokenizer is made of, found in a checkpoint folder; a file that cannot be one says what to do.
+
+Any thread. Knows no formats beyond JSON; nothing here is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from service.models.errors import ModelError
+
+# What Git LFS leaves in place of a file that was never downloaded (version 1 of its pointer format).
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """The file's path. Raises `ModelError` when it is missing, or only a pointer to it is there."""
+    path = folder / name
+    if not path.is_file():
+        raise ModelError(f"{folder} has no {name}: copy the checkpoint's tokenizer files into it")
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull' in {folder}")
+    return path
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`tokenizer_config.json`; empty when there is none."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(find_file(folder, path.name).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): copy it from the checkpoint again") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object: copy it from the checkpoint again")
+    return config
