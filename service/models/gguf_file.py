@@ -52,7 +52,7 @@ class GgufFile:
             self._header = memoryview(self._bytes.data)
             num_tensors = self._read_start()
             self.tensors = self._read_directory(num_tensors)
-        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError):
+        except (struct.error, ValueError, LookupError, ArithmeticError, TypeError, MemoryError, RecursionError):
             raise self._truncated() from None
 
     def get(self, key: str) -> Any:

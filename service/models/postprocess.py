@@ -143,16 +143,16 @@ class FullWidth:
 
 
 def chatglm1_response() -> Transform:
-    return Chain(Strip(), Replace(*_TRAINING_TIME), FullWidth())
+    return Chain(Replace(*_TRAINING_TIME), Strip(), FullWidth())
 
 
 def chatglm2_response() -> Transform:
-    return Chain(Strip(), Replace(*_TRAINING_TIME))
+    return Chain(Replace(*_TRAINING_TIME), Strip())
 
 
 def chatglm3_response() -> Transform:
     """Also GLM-4's. The originals return a tool call as an object, and only the last turn; here all of it is text."""
-    return Chain(Turns(), Replace(*_TRAINING_TIME))
+    return Chain(Replace(*_TRAINING_TIME), Turns())
 
 
 def _is_chinese(char: str) -> bool:

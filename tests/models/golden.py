@@ -77,6 +77,11 @@ def messages_of(conversation: dict[str, Any]) -> list[Message]:
     return [*messages, Message("user", conversation["query"])]
 
 
+def chat_responses(case: Golden, name: str) -> list[str]:
+    """What the original's chat() answered to this conversation in at most 12 tokens; nothing if it was not asked."""
+    return [one["chat_greedy12_response"] for one in case.data["conversations"] if one["name"] == name]
+
+
 def is_injection(text: str) -> bool:
     """Whether the originals turn part of the text into control tokens, which is the one deliberate difference."""
     return any(word in text for word in ("[MASK]", "[gMASK]", "<sop>", "<eop>", "<pad>", "<unk>", "<|endoftext|>"))

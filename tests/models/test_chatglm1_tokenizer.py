@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from service.models.chatglm1_tokenizer import ChatGLM1Tokenizer
 from service.models.errors import ModelError
 from service.protocol import Message
-from tests.models.golden import CONTROL_TEXTS, DATA, SOURCES, Golden, decode, golden, is_injection, messages_of
+from tests.models.golden import (
+    CONTROL_TEXTS,
+    DATA,
+    SOURCES,
+    Golden,
+    chat_responses,
+    decode,
+    golden,
+    is_injection,
+    messages_of,
+)
 
 FAMILY = "chatglm-6b"
 # [MASK] … <dBLOCK> stand in a row in the vocabulary; <n>, <|tab|> and <|blank_k|> are white space, not control.
@@ -69,6 +79,8 @@ def test_answers_are_processed_as_the_originals(case: Golden, tokenizer: ChatGLM
     for one in case.data.get("generations", ()):
         ids = [id for id in one["generated_ids"] if id not in tokenizer.stop_ids]
         assert decode(tokenizer.answer_decoder(), ids) == one["processed"]
+        for response in chat_responses(case, one["name"]):
+            assert decode(tokenizer.answer_decoder(), ids[:12]) == response
 
 
 @given(st.lists(st.one_of(st.sampled_from(CONTROL_TEXTS), st.text(max_size=3)), max_size=8).map("".join))

@@ -82,16 +82,18 @@ def test_rows_of_different_length_in_one_batch_equal_each_row_alone(decoder: Dec
 def test_rows_never_see_what_another_slot_or_a_later_position_holds(decoder: Decoder) -> None:
     prefill(decoder, 0, 0, IDS[:9])
     wanted = decode(decoder, [0], [5], [9])
-    for layer in decoder.kv.layers:
-        layer[1:] = float("nan")
-        layer[0, :, :, 10:] = float("nan")
+    with torch.inference_mode():
+        for layer in decoder.kv.layers:
+            layer[1:] = float("nan")
+            layer[0, :, :, 10:] = float("nan")
     assert torch.equal(decode(decoder, [0], [5], [9]), wanted)
     assert torch.equal(prefill(decoder, 0, 0, IDS[:9]), prefill(decoder, 1, 0, IDS[:9]))
 
 
 def test_a_copied_prefix_continues_exactly_like_its_source(decoder: Decoder) -> None:
     prefill(decoder, 0, 0, IDS)
-    decoder.kv.copy_prefix(0, 3, 23)
+    with torch.inference_mode():
+        decoder.kv.copy_prefix(0, 3, 23)
     assert torch.equal(prefill(decoder, 3, 23, IDS[23:]), prefill(decoder, 0, 23, IDS[23:]))
 
 

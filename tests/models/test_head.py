@@ -1,0 +1,57 @@
+"""Embeddings and logits over an 8-bit table."""
+
+from __future__ import annotations
+
+import torch
+
+from service.models.head import (
+    NUM_REFINED,
+    DenseEmbedding,
+    GroupedEmbedding,
+    LinearHead,
+    TwoStageHead,
+    make_embedding,
+    make_head,
+)
+from service.models.linear import LinearFormat
+from service.models.weights import Grouped
+
+CPU = torch.device("cpu")
+
+
+def table(num_rows: int) -> Grouped:
+    torch.manual_seed(0)
+    values = torch.randint(-127, 128, (num_rows, 64), dtype=torch.int8)
+    return Grouped(values, torch.rand(num_rows, 2) * 0.01, torch.zeros(num_rows, 2))
+
+
+def test_an_8bit_embedding_gives_its_rows_exactly() -> None:
+    rows = table(100)
+    ids = torch.tensor([7, 99, 0, 7])
+    assert torch.equal(GroupedEmbedding(rows)(ids), rows.dense()[ids])
+
+
+def test_the_best_logits_are_exact_and_all_others_close() -> None:
+    rows, hidden = table(4000), torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    exact = hidden @ rows.dense().T
+    got = TwoStageHead(rows)(hidden)
+    best = exact.topk(NUM_REFINED // 2).indices
+    torch.testing.assert_close(got.gather(1, best), exact.gather(1, best), atol=1e-5, rtol=0)
+    assert ((got - exact).norm() / exact.norm()) < 0.03
+    assert torch.equal(got.argmax(1), exact.argmax(1))
+
+
+def test_a_vocabulary_smaller_than_the_second_stage_works() -> None:
+    rows, hidden = table(20), torch.randn(2, 64)
+    torch.testing.assert_close(TwoStageHead(rows)(hidden), hidden @ rows.dense().T, atol=1e-5, rtol=0)
+
+
+def test_the_format_chooses_the_ends() -> None:
+    auto = LinearFormat("auto", torch.bfloat16, CPU, keeps_dense=False)
+    none = LinearFormat("none", torch.float32, CPU, keeps_dense=False)
+    assert isinstance(make_head(table(32), auto), TwoStageHead)
+    assert isinstance(make_embedding(table(32), auto), GroupedEmbedding)
+    assert isinstance(make_embedding(table(32), none), DenseEmbedding)
+    hidden, head = torch.randn(2, 64), make_head(table(32), none)
+    assert isinstance(head, LinearHead)
+    torch.testing.assert_close(head(hidden), hidden @ table(32).dense().T)
