@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from service.models import choose_model, load_model
@@ -52,16 +53,11 @@ def main() -> None:
             runner.open(slot, params, [])
             runner.prefill(slot, 0, [7] * POSITION, is_last=False, should_abort=lambda: False)
         for rows in BATCHES:
-            result[f"decode_{name}_{rows}"] = show(
-                f"decode, {name}, batch {rows}", lambda rows=rows: runner.decode(range(rows), [7] * rows, [POSITION] * rows),
-                options.repeat,
-            )  # fmt: skip
+            step = partial(runner.decode, range(rows), [7] * rows, [POSITION] * rows)
+            result[f"decode_{name}_{rows}"] = show(f"decode, {name}, batch {rows}", step, options.repeat)
     for tokens in PROMPTS:
-        result[f"prefill_{tokens}"] = show(
-            f"prefill of {tokens}",
-            lambda tokens=tokens: runner.prefill(0, 0, [7] * tokens, is_last=True, should_abort=lambda: False),
-            max(options.repeat // 8, 3),
-        )
+        prompt = partial(runner.prefill, 0, 0, [7] * tokens, is_last=True, should_abort=lambda: False)
+        result[f"prefill_{tokens}"] = show(f"prefill of {tokens}", prompt, max(options.repeat // 8, 3))
     print(json.dumps(result))
 
 

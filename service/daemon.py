@@ -169,7 +169,7 @@ def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
     from service.engine.runner import TorchRunner
 
     model = load_model(
-        path, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
+        path, family=settings.family, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
         num_slots=settings.max_batch_size, max_context=settings.max_context or None,
         kv_memory=settings.kv_memory or None, progress=progress,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Token ids → text, safe at UTF-8 and stop-string boundaries; and merging of text at natural boundaries.
 
-Pure: the ids' bytes and the clock's reading are passed in. Joined, the pieces are exactly the decoded answer.
+Pure: what an id stands for and the clock's reading are passed in. Joined, the pieces are exactly the decoded answer.
 """
 
 from __future__ import annotations
@@ -8,29 +8,56 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+
+class TextDecoder(Protocol):
+    """Ids → text for one answer, made by its family's tokenizer. What was returned never changes."""
+
+    def push(self, id: int, /) -> str:
+        """The text that this id makes certain."""
+
+    def finish(self) -> str:
+        """Whatever waited; the answer is over."""
+
+
+class BytesDecoder:
+    """For vocabularies whose ids are bytes whatever stands around them.
+
+    Never half a character: bytes that are not yet one wait; invalid ones become U+FFFD, as `bytes.decode` with
+    "replace" gives for the whole.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, id: int, /) -> str:
+        return self._decoder.decode(self._token_bytes(id))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
 
 
 class TextStream:
     """The text of one answer, token by token.
 
-    Never half a character: bytes that are not yet one wait (invalid ones become U+FFFD, as `bytes.decode` with
-    "replace" gives for the whole). Never part of a stop string: the longest suffix that could still become one waits.
+    Never part of a stop string: the longest suffix that could still become one waits.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: TextDecoder, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = decoder
         self._stop = tuple(stop)
         self._held = ""
 
     def push(self, id: int) -> str:
         """The text that this token makes safe to send; nothing once `stopped`."""
-        return self._sift(self._decoder.decode(self._token_bytes(id)))
+        return self._sift(self._decoder.push(id))
 
     def finish(self) -> str:
         """Whatever was held back; the answer is over."""
-        rest = self._sift(self._decoder.decode(b"", True))
+        rest = self._sift(self._decoder.finish())
         if not self.stopped:
             rest, self._held = rest + self._held, ""
         return rest

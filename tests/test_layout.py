@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "service.scheduler", "service.slots",
     },
     "service.engine.runner": {"service.engine.base", "service.models.", "service.sampling", "service.protocol"},
-    "service.models.": {"service.models.", "service.protocol", "service.engine.base"},
+    "service.models.": {"service.models.", "service.protocol", "service.engine.base", "service.text"},
     "service.daemon": {"service."},
     "webui": set(),
     "webui.": {"webui.", "service.client", "service.protocol", "service.settings", "service.lifeline"},

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.text import Merger, TextStream
+from service.text import BytesDecoder, Merger, TextStream
 from tests.toy import ToyTokenizer
 
 
 def run(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    stream = TextStream(pieces.__getitem__, stop)
+    stream = TextStream(BytesDecoder(pieces.__getitem__), stop)
     texts = [stream.push(index) for index in range(len(pieces))]
     return [*texts, stream.finish()], stream.stopped
 
@@ -70,7 +70,7 @@ def test_text_ends_at_the_first_stop_string_however_it_is_split(
 
 @given(st.text(alphabet="ab.你", max_size=30), STOPS)
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stop: tuple[str, ...]) -> None:
-    stream = TextStream(lambda index: text[index].encode(), stop)
+    stream = TextStream(BytesDecoder(lambda index: text[index].encode()), stop)
     shown = ""
     for index in range(len(text)):
         shown += stream.push(index)
@@ -85,13 +85,13 @@ def test_the_stop_string_that_is_complete_first_counts_not_the_one_that_begins_f
 
 
 def test_nothing_follows_a_stop_string() -> None:
-    stream = TextStream({0: b"one EN", 1: b"D two", 2: b"three"}.__getitem__, ("END",))
+    stream = TextStream(BytesDecoder({0: b"one EN", 1: b"D two", 2: b"three"}.__getitem__), ("END",))
     assert [stream.push(0), stream.push(1), stream.push(2), stream.finish()] == ["one ", "", "", ""]
     assert stream.stopped
 
 
 def test_a_stop_string_that_was_only_begun_is_text_after_all() -> None:
-    stream = TextStream({0: b"the EN"}.__getitem__, ("END",))
+    stream = TextStream(BytesDecoder({0: b"the EN"}.__getitem__), ("END",))
     assert [stream.push(0), stream.finish()] == ["the ", "EN"]
     assert not stream.stopped
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from service.engine.base import Aborted, Capabilities
 from service.protocol import Message, Params
+from service.text import BytesDecoder, TextDecoder
 
 END_ID = 256
 _ROLE_IDS = {"system": 257, "user": 258, "assistant": 259}
@@ -52,6 +53,9 @@ class ToyTokenizer:
             which, part = divmod(token_id - _FIRST_HALF_ID, 2)
             return _HALVES[which][part]
         return _PIECES[token_id - _FIRST_PIECE_ID].encode() if token_id >= _FIRST_PIECE_ID else b""
+
+    def answer_decoder(self) -> TextDecoder:
+        return BytesDecoder(self.token_bytes)
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")

@@ -16,7 +16,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # NOTE: read when gradio is imported; without it, it phones home
+# NOTE: without the first, Gradio phones home; without the others, it keeps 10,000 finished events and makes a pandas
+# table of them at the end of each one.
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
+os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
 
 import gradio as gr
 from fastapi import FastAPI
@@ -24,7 +28,7 @@ from fastapi import FastAPI
 from service.protocol import Params
 from webui import look, presets, texts
 from webui.gateway import SafeHeaders, Stoppable, add_healthz
-from webui.history import NOTICE_ID, to_messages, without_last_notices
+from webui.history import NOTICE_ID, WAITING_ID, to_messages, without_waiting
 from webui.pages import Page, Pages
 from webui.session import ChatSession, Patience
 from webui.texts import EXAMPLES, TITLE, labels, preferred_language
@@ -47,7 +51,10 @@ def build_app(
     root_path: str = "",
     patience: Patience | None = None,
 ) -> FastAPI:
-    """The whole port: the page at `/`, `/healthz` beside it. `credentials` are (user, password) pairs."""
+    """The whole port: the page at `/`, `/healthz` beside it. `credentials` are (user, password) pairs.
+
+    NOTE: call it where an event loop runs: without one, Gradio makes a dozen loops and closes none.
+    """
     patience = patience or Patience()
     pages = Pages(socket_path, patience)
     service = ChatSession(socket_path, patience=patience)  # for what no single page asks
@@ -104,15 +111,15 @@ class Events:
         """The tab is gone. NOTE: a running answer would notice only at its next piece of text."""
         await self._pages.close(_name(request))
 
-    async def stopped(self, shown: list[Any], request: gr.Request) -> tuple[Any, Any, Any]:
+    async def stopped(self, shown: list[Any], request: gr.Request) -> tuple[Any, Any]:
         """The stop button: Gradio ends the answer's generator; what the page says of it is ours."""
         page = self._pages.get(_name(request))
         if page is None or page.view is None:
-            return gr.skip(), gr.skip(), gr.skip()
+            return gr.skip(), gr.skip()
         page.session.interrupt()
         page.view = page.view.as_stopped(partial(texts.say, page.language))
-        turns = [*without_last_notices(shown), *_chat(replace(page.view, text=""))]
-        return look.status(page.view, page.language), turns, turns
+        turns = [*without_waiting(shown), *_chat(replace(page.view, text=""))]
+        return look.status(page.view, page.language), turns
 
     async def cleared(self, request: gr.Request) -> tuple[Any, Any]:
         report = await self._service.health()
@@ -160,8 +167,9 @@ def _chat(view: View) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if view.text:
         messages.append({"role": "assistant", "content": _verbatim(view.text)})
+    notice = NOTICE_ID if view.is_finished else WAITING_ID
     if sentence := look.bubble(view):
-        messages.append({"role": "assistant", "content": _verbatim(sentence), "metadata": {"id": NOTICE_ID}})
+        messages.append({"role": "assistant", "content": _verbatim(sentence), "metadata": {"id": notice}})
     return messages
 
 
@@ -170,7 +178,10 @@ def _verbatim(text: str) -> list[dict[str, str]]:
 
 
 class VerbatimChat(gr.ChatInterface):
-    """Keeps the indentation of what the user typed, too."""
+    """Keeps the indentation of what the user typed, too, and forgets what was said of waiting once it is over."""
+
+    def _append_message_to_history(self, message: Any, history: Any, role: Any = "user") -> Any:
+        return super()._append_message_to_history(message, without_waiting(history), role)
 
     def _message_as_message_dict(self, message: Any, role: Any) -> Any:
         if isinstance(message, str):
@@ -205,9 +216,9 @@ def build_page(events: Events, label: Callable[[str], Any]) -> gr.Blocks:
                 show_progress="hidden", flagging_mode="never",
             )  # fmt: skip
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        chat.textbox.stop(
-            events.stopped, [chat.chatbot], [status, chat.chatbot, chat.chatbot_state], queue=False, **quiet
-        )
+        chat.textbox.stop(events.stopped, [chat.chatbot], [status, chat.chatbot], queue=False, **quiet).then(
+            lambda shown: shown, [chat.chatbot], [chat.chatbot_state], queue=False, **quiet
+        )  # NOTE: the next question's answer is shown below this state, which Gradio took before ours was shown
         chat.chatbot.clear(events.cleared, None, [status, notice], queue=False, **quiet)
         demo.load(events.opened, None, [header, status, chat.chatbot], concurrency_limit=None, **quiet)
         demo.unload(events.closed)

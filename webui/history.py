@@ -10,8 +10,10 @@ from typing import Any
 
 from service.protocol import Message
 
-# Marks, in a message's metadata, what the page said itself: it is no part of the conversation.
+# Mark, in a message's metadata, what the page said itself: it is no part of the conversation. What it says while
+# something is awaited is over when the next thing happens.
 NOTICE_ID = "notice"
+WAITING_ID = "waiting"
 
 
 def to_messages(history: Sequence[Any], question: str) -> list[Message]:
@@ -27,7 +29,7 @@ def to_messages(history: Sequence[Any], question: str) -> list[Message]:
         elif role == "user":
             _drop_unanswered(messages)
             messages.append(Message("user", text))
-        elif role == "assistant" and text.strip() and not _is_notice(item):
+        elif role == "assistant" and text.strip() and _notice_of(item) is None:
             if messages and messages[-1].role == "assistant":
                 messages[-1] = Message("assistant", messages[-1].content + text)
             else:
@@ -36,12 +38,9 @@ def to_messages(history: Sequence[Any], question: str) -> list[Message]:
     return [*messages, Message("user", _clean(question))]
 
 
-def without_last_notices(history: Sequence[Any]) -> list[Any]:
-    """What is shown, without the sentences of the page that stand at the end: they are about what is over now."""
-    turns = list(history)
-    while turns and _is_notice(turns[-1]):
-        turns.pop()
-    return turns
+def without_waiting(history: Sequence[Any]) -> list[Any]:
+    """What is shown, without what the page said while something was awaited."""
+    return [item for item in history if _notice_of(item) != WAITING_ID]
 
 
 def _drop_unanswered(messages: list[Message]) -> None:
@@ -49,9 +48,11 @@ def _drop_unanswered(messages: list[Message]) -> None:
         messages.pop()
 
 
-def _is_notice(item: Any) -> bool:
+def _notice_of(item: Any) -> str | None:
+    """Which of the page's own marks a message bears."""
     metadata = item.get("metadata")
-    return isinstance(metadata, dict) and metadata.get("id") == NOTICE_ID
+    mark = metadata.get("id") if isinstance(metadata, dict) else None
+    return mark if mark in (NOTICE_ID, WAITING_ID) else None
 
 
 def _text_of(item: Any) -> str:

@@ -6,6 +6,7 @@ failure · 3 bad settings.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -45,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         where = f"{config.settings.host}:{config.settings.port}"
         print(f"chatglm-webui: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
         sys.exit(FAILED)
-    serve(config, listener)
+    # uvicorn raises the signal again when it has stopped; before it runs, there is nothing to stop.
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    asyncio.run(serve(config, listener))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -64,12 +68,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(config: Config, listener: socket.socket) -> None:
+async def serve(config: Config, listener: socket.socket) -> None:
     """Serve until TERM or INT."""
-    # uvicorn raises the signal again when it has stopped; before it runs, there is nothing to stop.
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, _leave)
-
     import uvicorn  # here, so that bad settings and a taken port are told at once: these imports take seconds
 
     from webui.app import build_app
@@ -86,7 +86,7 @@ def serve(config: Config, listener: socket.socket) -> None:
         timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
     logging.getLogger(__name__).info("the page is at http://%s:%d", settings.host, settings.port)
-    Server(uvicorn_config).run(sockets=[listener])
+    await Server(uvicorn_config).serve(sockets=[listener])
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

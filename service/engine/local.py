@@ -27,6 +27,7 @@ from service.prompt import Prompt, build_prompt
 from service.protocol import Chat, EngineDead, EngineFailed, Message, Params, ServiceError, Timing, Usage
 from service.scheduler import Scheduler
 from service.slots import Slots
+from service.text import TextDecoder
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class ChatTokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
 
-    def token_bytes(self, id: int, /) -> bytes: ...
+    def answer_decoder(self) -> TextDecoder: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +302,7 @@ class LocalEngine:
             slots=Slots(capabilities.num_slots, capabilities.context_limit),
             scheduler=Scheduler(step_budget_s=self._step_budget_s, causal_prompt=capabilities.causal_prompt),
             stop_ids=loaded.tokenizer.stop_ids,
-            token_bytes=loaded.tokenizer.token_bytes,
+            make_decoder=loaded.tokenizer.answer_decoder,
             now=self._now,
             post=lambda key, event: self._outbox.append((key, event)),
             is_cancelled=self._cancelled.__contains__,

@@ -1,4 +1,4 @@
-"""The torch runner: steps over KV slots, for the local engine.
+"""The torch runner: steps over KV slots, for the local engine, with as many threads as pay at the moment.
 
 The engine thread's, every method. Knows the decoder and the samplers; token ids in, token ids out. Knows no text, no
 requests and no schedule.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 
 from service.engine.base import Capabilities, OutOfMemory
 from service.models import LoadedModel
-from service.models.threads import use_threads
+from service.models.threads import ThreadChooser, use_threads
 from service.protocol import Params
 from service.sampling import RowSampler, sample
 
@@ -29,6 +30,7 @@ class TorchRunner:
         self._decoder = model.decoder
         self._capabilities = model.capabilities
         self._samplers: dict[int, RowSampler] = {}
+        self._threads = ThreadChooser(torch.get_num_threads())
 
     @property
     def capabilities(self) -> Capabilities:
@@ -54,13 +56,18 @@ class TorchRunner:
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]
     ) -> int | None:
+        torch.set_num_threads(self._threads.current)
         with _step():
             logits = self._decoder.prefill(slot, start, ids, wants_logits=is_last, should_abort=should_abort)
             return None if logits is None else sample(logits, [self._samplers[slot]])[0]
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> list[int | None]:
+        torch.set_num_threads(self._threads.choose())
+        started = perf_counter()
         with _step():
-            return sample(self._decoder.decode(slots, ids, positions), [self._samplers[slot] for slot in slots])
+            next_ids = sample(self._decoder.decode(slots, ids, positions), [self._samplers[slot] for slot in slots])
+        self._threads.record(perf_counter() - started, len(slots))
+        return next_ids
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         with _step():

@@ -18,7 +18,7 @@ from service.protocol import EngineFailed, Params, Timing, Usage
 from service.scheduler import Chunk, Scheduler, Step
 from service.scheduler import Sequence as Tokens
 from service.slots import Slots
-from service.text import TextStream
+from service.text import TextDecoder, TextStream
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Steps:
     slots: Slots
     scheduler: Scheduler
     stop_ids: frozenset[int]
-    token_bytes: Callable[[int], bytes]
+    make_decoder: Callable[[], TextDecoder]
     now: Callable[[], float]
     post: Post
     is_cancelled: Callable[[int], bool]
@@ -77,7 +77,7 @@ class Steps:
         self.runner.open(lease.slot, job.params, job.prompt)
         job.started_at = self.now()
         job.cached = lease.cached
-        job.text = TextStream(self.token_bytes, job.params.stop)
+        job.text = TextStream(self.make_decoder(), job.params.stop)
         job.tokens = Tokens(
             key=job.key, slot=lease.slot, num_prompt=len(job.prompt), tokens=list(job.prompt), computed=lease.cached
         )

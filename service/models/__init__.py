@@ -6,11 +6,10 @@ resolves every "auto". It imports torch only inside `load_model`, so a wrong pat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from service.engine.base import Capabilities
 from service.models.errors import ModelError
@@ -19,9 +18,8 @@ from service.protocol import Params
 if TYPE_CHECKING:
     import torch
 
-    from service.models.decoder import Decoder, DecoderConfig
+    from service.models.families import Model, Shape, Tokenizer
     from service.models.linear import LinearFormat
-    from service.models.tokenizer import HubTokenizer
 
 __all__ = ["DEFAULT_MODEL", "LoadedModel", "ModelError", "choose_model", "load_model"]
 
@@ -29,16 +27,14 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 # Up to this size a packed model also keeps its matrices in bf16: prefill then needs no unpacking.
 MAX_DENSE_COPY_BYTES = 2 * 1024**3
 MIN_CONTEXT = 256  # tokens; less is no conversation
-# SmolLM2's model card; other checkpoints say theirs in generation_config.json.
-_LLAMA_DEFAULTS = Params(temperature=0.2, top_p=0.9, top_k=0, repetition_penalty=1.0, max_new_tokens=1024)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready to run. `quantization` and `device` are what was resolved, never "auto"."""
 
-    decoder: Decoder
-    tokenizer: HubTokenizer
+    decoder: Model
+    tokenizer: Tokenizer
     family: str
     name: str
     quantization: str  # "int4", "nf4" or "none"
@@ -67,45 +63,36 @@ def choose_model(model: str, weights_dir: Path) -> Path:
 
 
 def load_model(
-    path: Path, *, quantization: str, dtype: str, device: str, num_slots: int, max_context: int | None = None,
-    kv_memory: int | None = None, progress: Callable[[float], None],
+    path: Path, *, family: str, quantization: str, dtype: str, device: str, num_slots: int,
+    max_context: int | None = None, kv_memory: int | None = None, progress: Callable[[float], None],
 ) -> LoadedModel:  # fmt: skip
-    """Load a GGUF file or a folder (config.json and safetensors, or one GGUF file, beside tokenizer.json).
+    """Load a GGUF file, or a folder with config.json and weights, or with one GGUF file, beside its tokenizer.
 
-    quantization: "auto" (as the file is), "none", "int4", "nf4"; dtype: "auto", "float32", "bfloat16", "float16";
-    device: "auto", "cpu", "cuda". `kv_memory` bounds all KV slots together, in bytes: the context gets shorter.
-    `progress` is called with 0..1, on this thread. Raises `ModelError`, and `MemoryError` when memory does not suffice.
+    family: "auto" or one of `families.FAMILIES`; quantization: "auto" (as the file is, or the family's best), "none",
+    "int4", "nf4"; dtype: "auto", "float32", "bfloat16", "float16"; device: "auto", "cpu", "cuda". `kv_memory` bounds
+    all KV slots together, in bytes: the context gets shorter. `progress` is called with 0..1, on this thread. Raises
+    `ModelError`, and `MemoryError` when memory does not suffice.
     """
     checkpoint = _find_checkpoint(path)
     import torch
 
-    from service.models import llama
-    from service.models.decoder import Decoder
-    from service.models.tokenizer import HubTokenizer
+    from service.models.families import open_checkpoint
 
-    form = _choose_format(quantization, dtype, device)
-    source: llama.Source = llama.GgufSource(checkpoint) if checkpoint.is_file() else llama.FolderSource(checkpoint)
-    config = source.config
-    context = _choose_context(config, form.dtype, num_slots, max_context, kv_memory)
-    form = replace(
-        form, keeps_dense=2 * config.num_matrix_weights <= MAX_DENSE_COPY_BYTES and form.device.type == "cpu"
-    )
-    folder = path if path.is_dir() else path.parent
-    tokenizer = HubTokenizer(folder)
+    opened = open_checkpoint(checkpoint, family)
+    place = _choose_device(device)
+    resolved = quantization if quantization != "auto" else opened.quantization(place)
+    form = _choose_format(resolved, dtype, place, opened.config)
+    context = _choose_context(opened.config, form.dtype, num_slots, max_context, kv_memory)
     try:
         with torch.inference_mode():
-            weights = llama.load_weights(source, form, progress)
-            decoder = Decoder(
-                config, weights, num_slots=num_slots, context=context, dtype=form.dtype, device=form.device
-            )
+            decoder = opened.build(form, num_slots, context, progress)
     except RuntimeError as error:
         if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
             raise MemoryError(f"out of memory while loading {path}: use fewer slots or a shorter context") from error
         raise
-    resolved = quantization if quantization != "auto" else source.quantization(form.device)
     return LoadedModel(
-        decoder, tokenizer, "llama", path.name if path.is_dir() else path.stem, resolved, form.device.type,
-        _read_defaults(folder), Capabilities(num_slots, context, causal_prompt=True),
+        decoder, opened.tokenizer, opened.family, path.resolve().name if path.is_dir() else path.stem, resolved,
+        place.type, opened.defaults, Capabilities(num_slots, context, causal_prompt=opened.causal_prompt),
     )  # fmt: skip
 
 
@@ -125,24 +112,30 @@ def _find_checkpoint(path: Path) -> Path:
     raise ModelError(f"{path} is no model: give a GGUF file, or a folder with config.json and safetensors")
 
 
-def _choose_format(quantization: str, dtype: str, device: str) -> LinearFormat:
+def _choose_device(device: str) -> torch.device:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("there is no usable CUDA device: use --device cpu, or install a CUDA build of torch")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _choose_format(quantization: str, dtype: str, place: torch.device, config: Shape) -> LinearFormat:
     import torch
 
     from service.models.linear import LinearFormat
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("there is no usable CUDA device: use --device cpu, or install a CUDA build of torch")
-    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    has_bf16 = kind == "cpu" or torch.cuda.is_bf16_supported()
+    has_bf16 = place.type == "cpu" or torch.cuda.is_bf16_supported()
     chosen = dtypes.get(dtype, torch.bfloat16 if has_bf16 else torch.float16)
-    form = LinearFormat(quantization, chosen, torch.device(kind), keeps_dense=False)
+    fits_twice = 2 * config.num_matrix_weights <= MAX_DENSE_COPY_BYTES
+    form = LinearFormat(quantization, chosen, place, keeps_dense=fits_twice and place.type == "cpu")
     form.check()
     return form
 
 
 def _choose_context(
-    config: DecoderConfig, dtype: torch.dtype, num_slots: int, max_context: int | None, kv_memory: int | None
+    config: Shape, dtype: torch.dtype, num_slots: int, max_context: int | None, kv_memory: int | None
 ) -> int:
     context = min(config.context_limit, max_context or config.context_limit)
     if kv_memory is not None:
@@ -154,17 +147,3 @@ def _choose_context(
                 f"{num_slots * token_bytes * MIN_CONTEXT} bytes or use fewer slots"
             )
     return context
-
-
-def _read_defaults(folder: Path) -> Params:
-    """Sampling defaults: what generation_config.json says, on top of the family's."""
-    path = folder / "generation_config.json"
-    try:
-        given: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ModelError(f"cannot read {path} ({error}): copy the checkpoint again") from None
-    names = ("temperature", "top_p", "top_k", "repetition_penalty")
-    changes = {name: given[name] for name in names if given.get(name) is not None}
-    if given.get("do_sample") is False:
-        changes["temperature"] = 0.0
-    return replace(_LLAMA_DEFAULTS, **changes)

@@ -73,17 +73,21 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """T tokens of one slot at [start, start + T): each sees what came before it, and itself."""
+    """T tokens of one slot at [start, start + T): each sees what came before it, and itself.
 
-    def __init__(self, kv: KvSlots, slot: int, start: int, num_tokens: int) -> None:
+    With `num_mutual`, and start 0, the first so many see each other both ways, as a prefix LM's prompt does.
+    """
+
+    def __init__(self, kv: KvSlots, slot: int, start: int, num_tokens: int, *, num_mutual: int = 0) -> None:
         self._kv = kv
         self._slot = slot
         self._start = start
         self._end = start + num_tokens
         self._mask: Tensor | None = None
-        if start > 0:  # additive: a boolean mask is converted again in every layer
+        if start > 0 or num_mutual:  # additive: a boolean mask is converted again in every layer
             mask = torch.full((num_tokens, self._end), float("-inf"), dtype=kv.layers[0].dtype)
-            self._mask = mask.triu_(start + 1).to(kv.layers[0].device)
+            mask.triu_(start + 1)[:, :num_mutual] = 0
+            self._mask = mask.to(kv.layers[0].device)
 
     def __call__(self, layer: int, heads: Tensor, /) -> Tensor:
         kv, num_kv_heads = self._kv, self._kv.num_kv_heads

@@ -21,9 +21,10 @@ from service.models.errors import ModelError
 from service.models.pieces import PieceDecoder, Pieces, load_processor
 from service.models.postprocess import Chain, Replace, chatglm1_response
 from service.models.rounds import to_rounds
-from service.models.text_decoder import TextDecoder, Transformed
+from service.models.text_decoder import Transformed
 from service.models.tokenizer_files import find_file, read_config
 from service.protocol import Message
+from service.text import TextDecoder
 
 # White space has pieces of its own: the vocabulary's normaliser would drop it. Runs of blanks are cut at 80.
 _NEWLINE, _TAB, _BLANKS = "<n>", "<|tab|>", "<|blank_{}|>"

@@ -17,9 +17,10 @@ from pathlib import Path
 from service.models.pieces import PieceDecoder, Pieces, load_processor
 from service.models.postprocess import chatglm2_response, chatglm3_response
 from service.models.rounds import to_rounds
-from service.models.text_decoder import TextDecoder, Transformed
+from service.models.text_decoder import Transformed
 from service.models.tokenizer_files import find_file
 from service.protocol import Message
+from service.text import TextDecoder
 
 # The control tokens, numbered from the vocabulary's end; ChatGLM2 has the first five.
 _CONTROLS = (

@@ -41,6 +41,8 @@ class DecoderConfig:
     rotary_dim: int  # the first so many dimensions of a head rotate; head_dim = all
     context_limit: int  # positions the model was made for
     rope_scale: float = 1.0  # positions are divided by it ("linear" scaling)
+    log_scale_from: int = 0  # queries grow by max(1, ln(position + log_scale_offset) / ln of this); 0 = they do not
+    log_scale_offset: int = 0
 
     @property
     def num_matrix_weights(self) -> int:
@@ -54,6 +56,11 @@ class DecoderConfig:
         positions = torch.arange(context, dtype=torch.float32) / self.rope_scale
         rotating = torch.outer(positions, 1.0 / self.rope_theta**exponent)
         return F.pad(rotating, (0, (self.head_dim - self.rotary_dim) // 2))
+
+    def query_scales(self, context: int) -> Tensor:
+        """What queries are multiplied with at each position: [context] float32."""
+        grown = torch.arange(context, dtype=torch.float32).add_(self.log_scale_offset).log_()
+        return (grown / math.log(self.log_scale_from)).clamp_(min=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ class Decoder:
         ]
         angles = config.angles(context)
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(device)  # [C, D / 2] complex64
+        self._query_scales = config.query_scales(context).to(device) if config.log_scale_from else None  # [C]
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """One token in each of N different slots, row i at `positions[i]` -> logits [N, V] float32."""
@@ -145,6 +153,8 @@ class Decoder:
             dtype=torch.complex64, device=self.device,
         )  # fmt: skip
         rotations[:, :num_rotating] = self._rotations[positions][:, None]
+        if self._query_scales is not None:  # a rotation's length scales what it turns
+            rotations[:, : self.config.num_heads] *= self._query_scales[positions, None, None]
         return rotations
 
     def _heads(self, layer: Layer, hidden: Tensor, rotations: Tensor) -> Tensor:

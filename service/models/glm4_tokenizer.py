@@ -23,9 +23,10 @@ from tiktoken import Encoding
 from service.models.errors import ModelError
 from service.models.postprocess import chatglm3_response
 from service.models.template import ChatTemplate, Control
-from service.models.text_decoder import BytesDecoder, TextDecoder, Transformed
+from service.models.text_decoder import Transformed
 from service.models.tokenizer_files import find_file, read_config
 from service.protocol import Message
+from service.text import BytesDecoder, TextDecoder
 
 log = logging.getLogger(__name__)
 

@@ -1,28 +1,35 @@
-"""How many CPU threads torch computes with, and how long an idle one spins. Imports torch only when asked to.
+"""How many CPU threads torch computes with. Imports torch only when asked to.
 
+The engine thread's, but for `use_threads`, which is called before torch is imported.
 libgomp's threads spin between two parallel regions (150 a token here) and sleep when that takes too long. By default
-they spin for about 16 ms: beside one other busy process on two cores each waits, spinning, for a thread that cannot
-run because of it. Measured here (2 cores, default model), ms per token / ms for a 256-token prefill:
+they spin for about 16 ms: beside other busy processes each waits, spinning, for a thread that cannot run because of
+it. Measured here (2 cores, default model), ms per token / ms for a 256-token prefill:
 
-    GOMP_SPINCOUNT    default      1,000      10,000     100,000
-    alone             13.5 / 100   28 / 211   14.9 / 129  13.5 / 100
-    beside others     148 / 4916   55 / 411   97 / 695   76 (p95 425) / 636
+    GOMP_SPINCOUNT       default       1,000       10,000      0           (one thread)
+    alone                13.5 / 100    29 / 211    15 / 110    22 / 178    20 / 150
+    beside 3 processes   148 / 4916    32-84       76-204      28 / 200    26 / 180
 
-10,000 (about half a millisecond) covers the gaps within a step and little else.
+So 10,000 (about half a millisecond), which covers the gaps within a step, and one thread while others need the cores:
+`ThreadChooser` finds out which is faster at the moment. Decode gives bit for bit the same logits with either; a long
+prefill differs in the last bits, as it does when it is cut into other chunks.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
+from statistics import median
 
 _SPIN_COUNT = "10000"
+_FIRST_INTERVAL, _MAX_INTERVAL = 16, 512  # steps between two looks at the other count
+_PROBE_STEPS = 2  # the first step after a change wakes threads up
+_CLEARLY = 0.9  # a change must gain a tenth, or noise would make it flip
+_SUDDENLY = 1.5  # two steps that slow are reason to look at once
+_NUM_RECENT = 8
 
 
 def use_threads(num_threads: int) -> int:
-    """Set torch's thread count, 0 = one per core this process may run on; returns it. Call before torch is imported.
-
-    The default is every core: a token takes 20 ms with one thread here and 13.5 ms with two.
-    """
+    """Set torch's thread count, 0 = one per core this process may run on; returns it. Call before torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # NOTE: libgomp reads it once, when torch is imported
     import torch
@@ -30,3 +37,53 @@ def use_threads(num_threads: int) -> int:
     chosen = num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(chosen)
     return chosen
+
+
+class ThreadChooser:
+    """One thread or all of them for the next decode step, by what such steps took lately. Pure: no clock, no torch.
+
+    `current` is the better count as far as is known. The other is tried for two steps now and then, ever less often
+    while that does not pay, and at once when steps suddenly get slow.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self.current = max_threads
+        self._other = 1
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # costs of steps with `current`, since the last change
+        self._probe: list[float] = []
+        self._interval = _FIRST_INTERVAL
+        self._num_since_probe = 0
+
+    def choose(self) -> int:
+        """The count for the next step, whose time `record` must be told."""
+        return self._other if self._is_probing else self.current
+
+    def record(self, seconds: float, num_rows: int) -> None:
+        """What the step took with the count that `choose` gave."""
+        cost = 5 * seconds / (4 + num_rows)  # 1, 2, 4 and 8 rows take about 13.5, 16, 21 and 33 ms
+        if not self._is_probing:
+            self._num_since_probe += 1
+            self._recent.append(cost)
+            return
+        self._probe.append(cost)
+        if len(self._probe) == _PROBE_STEPS:
+            self._conclude(min(self._probe) < _CLEARLY * min(self._latest))
+
+    @property
+    def _latest(self) -> list[float]:
+        return list(self._recent)[-_PROBE_STEPS:]
+
+    @property
+    def _is_probing(self) -> bool:
+        if self.current == self._other or self._num_since_probe < _FIRST_INTERVAL:
+            return False
+        is_slow = min(self._latest) > _SUDDENLY * median(self._recent)
+        return is_slow or self._num_since_probe >= self._interval
+
+    def _conclude(self, is_better: bool) -> None:
+        if is_better:
+            self.current, self._other = self._other, self.current
+            self._recent.clear()
+        self._interval = _FIRST_INTERVAL if is_better else min(2 * self._interval, _MAX_INTERVAL)
+        self._probe = []
+        self._num_since_probe = 0

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from service.models.errors import ModelError
 from service.models.template import ChatTemplate, Control
 from service.protocol import Message
+from service.text import BytesDecoder, TextDecoder
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Ends of an assistant's turn that some checkpoints leave out of eos_token.
@@ -54,6 +55,10 @@ class HubTokenizer:
     def token_bytes(self, id: int, /) -> bytes:
         """Exactly the bytes an id stands for; part of a character is possible, a control token has none."""
         return self._bytes.get(id, b"")
+
+    def answer_decoder(self) -> TextDecoder:
+        """What turns one answer's ids into text."""
+        return BytesDecoder(self.token_bytes)
 
     # --- loading ---------------------------------------------------------------------------------------------------
 

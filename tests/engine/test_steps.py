@@ -32,7 +32,7 @@ class Bench:
             slots=Slots(capabilities.num_slots, capabilities.context_limit),
             scheduler=Scheduler(max_chunk=8, min_chunk=2, causal_prompt=capabilities.causal_prompt),
             stop_ids=TOKENIZER.stop_ids,
-            token_bytes=TOKENIZER.token_bytes,
+            make_decoder=TOKENIZER.answer_decoder,
             now=self.tick,
             post=lambda key, event: self.events.setdefault(key, []).append(event),
             is_cancelled=self.cancelled.__contains__,

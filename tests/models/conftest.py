@@ -41,7 +41,13 @@ def load() -> Load:
     """`load_model` with small defaults."""
 
     def call(path: Path, **options: Any) -> LoadedModel:
-        given = {"quantization": "auto", "dtype": "auto", "device": "cpu", "num_slots": 4, "max_context": 512}
+        given: dict[str, Any] = {
+            "quantization": "auto",
+            "dtype": "auto",
+            "device": "cpu",
+            "num_slots": 4,
+            "max_context": 512,
+        }
         return load_model(path, **(given | {"progress": lambda _: None} | options))
 
     return call

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from service.models.text_decoder import TextDecoder
 from service.protocol import Message
+from service.text import TextDecoder
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "tests" / "data"

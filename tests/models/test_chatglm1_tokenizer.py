@@ -115,6 +115,16 @@ def test_stop_and_padding_ids_are_silent(small: ChatGLM1Tokenizer) -> None:
         assert decode(small.answer_decoder(), [58, id]) == "你好"
 
 
+def test_padding_is_passed_over_even_inside_a_character(small: ChatGLM1Tokenizer) -> None:
+    first, *others = (small._id(f"<0x{byte:02X}>") for byte in "你".encode())
+    assert decode(small.decoder(), [first, 3, *others]) == "你"
+
+
+def test_blanks_are_cleaned_up_before_marks_and_english_endings(small: ChatGLM1Tokenizer) -> None:
+    text = "a , b . c ! d ? e ' f n't g 'm h 's i 've j 're k"
+    assert decode(small.decoder(), small.encode(text)) == "a, b. c! d? e'fn't g'm h's i've j're k"
+
+
 @pytest.mark.parametrize("cleans_up", [False, True])
 def test_the_config_may_switch_the_cleaning_of_blanks_off(tmp_path: Path, cleans_up: bool) -> None:
     shutil.copyfile(DATA / FAMILY / "checkpoint" / "ice_text.model", tmp_path / "ice_text.model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import re
@@ -94,7 +95,7 @@ def test_ids_beyond_the_vocabulary_and_control_ids_are_silent(small: GLM4Tokeniz
 
 
 def test_an_answer_is_shown_stripped_and_its_turns_on_lines_of_their_own(small: GLM4Tokenizer) -> None:
-    call = small.encode('\nget_weather\n{"city": "北京"}')
+    call = small.encode('get_weather\n{"city": "北京"}')
     ids = [*small.encode("\n先说一句"), small.control_ids["<|assistant|>"], *call]
     assert decode(small.answer_decoder(), ids) == '先说一句\nget_weather\n{"city": "北京"}'
 
@@ -133,6 +134,15 @@ def test_a_template_may_have_a_name_or_a_file(tmp_path: Path) -> None:
     assert decode(GLM4Tokenizer(folder).decoder(), GLM4Tokenizer(folder).encode_chat(MESSAGES)) == "named"
     (folder / "chat_template.jinja").write_text("[gMASK]<sop>file")
     assert decode(GLM4Tokenizer(folder).decoder(), GLM4Tokenizer(folder).encode_chat(MESSAGES)) == "file"
+
+
+def test_digits_are_merged_in_threes_at_most(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path)
+    with (folder / "tokenizer.model").open("ab") as file:
+        for rank, digits in enumerate((b"12", b"123", b"1234"), start=1014):
+            file.write(b"%s %d\n" % (base64.b64encode(digits), rank))
+    tokenizer = GLM4Tokenizer(folder)
+    assert tokenizer.encode("1234") == [1015, *tokenizer.encode("4")]
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.models.postprocess import Strip
-from service.models.text_decoder import BytesDecoder, Transformed
+from service.models.text_decoder import Transformed
+from service.text import BytesDecoder
 from tests.models.golden import decode
 
 PIECES = st.lists(

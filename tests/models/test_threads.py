@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from service.models.threads import ThreadChooser
+
 PROGRAM = """
 import os, sys
 from service.models.threads import use_threads
@@ -33,3 +35,50 @@ def test_the_default_is_every_core_and_threads_stop_spinning_early() -> None:
 def test_a_given_count_and_the_operators_own_settings_win() -> None:
     assert run(1, GOMP_SPINCOUNT="7") == ["1", "1", "7"]
     assert run(1, OMP_WAIT_POLICY="passive") == ["1", "1", "None"]
+
+
+def run_steps(chooser: ThreadChooser, cost: dict[int, float], num_steps: int, num_rows: int = 1) -> list[int]:
+    """The counts used in `num_steps` steps, where a step takes cost[count] seconds for one row."""
+    used = []
+    for _ in range(num_steps):
+        count = chooser.choose()
+        chooser.record(cost[count] * (4 + num_rows) / 5, num_rows)
+        used.append(count)
+    return used
+
+
+QUIET, BUSY = {1: 0.020, 4: 0.0135}, {1: 0.026, 4: 0.100}
+
+
+def test_all_threads_stay_while_they_are_faster_and_probes_get_rare() -> None:
+    used = run_steps(ThreadChooser(4), QUIET, 5000)
+    assert used[:16] == [4] * 16
+    assert used.count(1) < 40
+    assert used[-1000:].count(1) <= 4
+
+
+def test_one_thread_takes_over_soon_after_the_machine_gets_busy_and_gives_back_when_it_is_quiet() -> None:
+    chooser = ThreadChooser(4)
+    run_steps(chooser, QUIET, 3000)
+    assert run_steps(chooser, BUSY, 40).count(4) <= 20
+    assert chooser.current == 1
+    assert run_steps(chooser, QUIET, 700)[-50:] == [4] * 50
+
+
+def test_a_single_slow_step_changes_nothing() -> None:
+    chooser = ThreadChooser(4)
+    run_steps(chooser, QUIET, 100)
+    chooser.record(1.0, 1)
+    assert chooser.current == 4
+    run_steps(chooser, QUIET, 40)
+    assert chooser.current == 4
+
+
+def test_another_batch_size_is_no_reason_to_look() -> None:
+    chooser = ThreadChooser(4)
+    run_steps(chooser, QUIET, 1000)
+    assert run_steps(chooser, QUIET, 10, num_rows=8) == [4] * 10
+
+
+def test_one_core_has_nothing_to_choose() -> None:
+    assert set(run_steps(ThreadChooser(1), {1: 0.1}, 200)) == {1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,25 +12,38 @@ from typing import Any
 import pytest
 
 from tests.toy_daemon import DaemonThread, say_hello
+from webui.session import Patience
 
 
 class PageThread:
     """The page behind uvicorn. `url` is where it is."""
 
-    def __init__(self, app: Any) -> None:
-        import uvicorn
-
+    def __init__(self, socket_path: str, **options: Any) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.app = app
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="page")
+        self.app: Any = None
+        self._server: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(socket_path, options),), name="page")
         self._thread.start()
+        assert self._is_up.wait(60)
+
+    async def _serve(self, socket_path: str, options: dict[str, Any]) -> None:
+        import uvicorn
+
+        from webui.app import build_app
+
+        self._loop = asyncio.get_running_loop()
+        self.app = build_app(socket_path, **options)
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=1))
+        self._is_up.set()
+        await self._server.serve([self._listener])
 
     def close(self) -> None:
-        self.app.state.stopping.set()
+        assert self._loop is not None
         self._server.should_exit = True
+        self._loop.call_soon_threadsafe(self.app.state.stopping.set)
         self._thread.join(10)
         self._listener.close()
 
@@ -44,10 +58,7 @@ def daemon_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemo
 
 @pytest.fixture(scope="module")
 def page_of_module(daemon_of_module: DaemonThread) -> Iterator[PageThread]:
-    from webui.app import build_app
-    from webui.session import Patience
-
-    page = PageThread(build_app(daemon_of_module.toy.path, patience=Patience(reach_s=0.3, retry_s=0.1)))
+    page = PageThread(daemon_of_module.toy.path, patience=Patience(reach_s=0.3, retry_s=0.1))
     yield page
     page.close()
 

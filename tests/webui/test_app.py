@@ -16,7 +16,7 @@ from service.protocol import Message
 from tests.toy_daemon import DaemonThread, Talk
 from tests.webui.conftest import PageThread
 from webui import look, presets
-from webui.history import NOTICE_ID, to_messages, without_last_notices
+from webui.history import NOTICE_ID, WAITING_ID, to_messages, without_waiting
 from webui.texts import EXAMPLES, LABELS, say
 from webui.view import View
 
@@ -41,7 +41,7 @@ def test_a_question_over_the_api_is_answered_and_its_connection_closed(url: str,
     before = daemon.toy.num_connections
     last = ask(url, "你好", *DEFAULTS)[-1]
     assert said(last[0]) == ["你好，世界"]
-    assert 'data-state="done"' in last[1]
+    assert 'data-state="done"' in last[2]
     assert daemon.toy.talks[0].chat.params == {}
     daemon.until(lambda: daemon.toy.num_connections <= max(1, before))
 
@@ -59,9 +59,7 @@ def test_a_parameter_that_is_no_number_is_said_and_raises_nothing(url: str, daem
 
 
 @pytest.mark.parametrize(("language", "picked"), [("zh-CN,zh", "zh"), ("en-US", "en"), ("fr", "en")])
-def test_sentences_are_in_the_browsers_language(
-    url: str, daemon: DaemonThread, language: str, picked: Any
-) -> None:
+def test_sentences_are_in_the_browsers_language(url: str, daemon: DaemonThread, language: str, picked: Any) -> None:
     async def script(talk: Talk) -> None:
         talk.accepted()
         talk.started()
@@ -110,14 +108,12 @@ def test_each_label_is_there_in_chinese_and_english(url: str, daemon: DaemonThre
 def test_the_idle_queue_does_not_poll_each_millisecond(page_of_module: PageThread) -> None:
     mounts = [route for route in page_of_module.app.routes if hasattr(getattr(route, "app", None), "get_blocks")]
     assert [mount.app.get_blocks()._queue.sleep_when_free for mount in mounts] == [0.01]
-    assert [mount.app.get_blocks().max_size for mount in mounts if hasattr(mount.app.get_blocks(), "max_size")] == []
+    assert [mount.app.get_blocks()._queue.max_size for mount in mounts] == [None]
 
 
 @pytest.fixture(scope="module")
 def guarded(daemon_of_module: DaemonThread) -> Iterator[PageThread]:
-    from webui.app import build_app
-
-    page = PageThread(build_app(daemon_of_module.toy.path, credentials=[("ann", "secret")]))
+    page = PageThread(daemon_of_module.toy.path, credentials=[("ann", "secret")])
     yield page
     page.close()
 
@@ -155,7 +151,9 @@ def test_sentences_of_the_page_and_unanswered_questions_are_not_sent() -> None:
     notice = _turn("assistant", "⚠️ …", {"id": NOTICE_ID})
     history = [_turn("user", "lost"), notice, _turn("user", "a"), _turn("assistant", "b"), notice, _turn("user", "c")]
     assert to_messages(history, "d") == [Message("user", "a"), Message("assistant", "b"), Message("user", "d")]
-    assert without_last_notices(history[:2]) == history[:1]
+    waiting = _turn("assistant", "⏳ …", {"id": WAITING_ID})
+    assert to_messages([*history[:1], waiting], "d") == [Message("user", "d")]
+    assert without_waiting([*history, waiting]) == history
 
 
 def test_a_lone_surrogate_does_not_break_the_conversation() -> None:
