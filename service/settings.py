@@ -74,6 +74,7 @@ def some_text(text: str) -> str:
     return text
 
 
+FAMILIES = ("chatglm", "chatglm2", "chatglm3", "glm4", "llama")
 LOG_LEVELS = one_of("debug", "info", "warning", "error")
 
 
@@ -84,11 +85,7 @@ class Settings:
     socket_path: str = setting("/tmp/chatglm.sock", "Unix socket to serve", some_text)
     model: str = setting("auto", "model folder or GGUF file; auto: the one under --weights-dir", some_text)
     weights_dir: str = setting("model_weights", "where --model auto looks", some_text)
-    family: str = setting(
-        "auto",
-        "auto, chatglm, chatglm2, chatglm3, glm4 or llama",
-        one_of("auto", "chatglm", "chatglm2", "chatglm3", "glm4", "llama"),
-    )
+    family: str = setting("auto", "auto, chatglm, chatglm2, chatglm3, glm4 or llama", one_of("auto", *FAMILIES))
     max_batch_size: int = setting(3, "answers that are generated at once (KV slots)", whole(1, 64))
     max_context: int = setting(0, "tokens of one conversation, answer included; 0: the model's own", whole(0))
     kv_memory: int = setting(0, "memory for all KV slots, such as 2G; 0: what --max-context needs", memory)

@@ -63,7 +63,7 @@ def choose_model(model: str, weights_dir: Path) -> Path:
 
 
 def load_model(
-    path: Path, *, family: str, quantization: str, dtype: str, device: str, num_slots: int,
+    path: Path, *, family: str = "auto", quantization: str, dtype: str, device: str, num_slots: int,
     max_context: int | None = None, kv_memory: int | None = None, progress: Callable[[float], None],
 ) -> LoadedModel:  # fmt: skip
     """Load a GGUF file, or a folder with config.json and weights, or with one GGUF file, beside its tokenizer.

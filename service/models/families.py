@@ -54,7 +54,11 @@ class Tokenizer(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]: ...
 
+    def encode(self, text: str) -> list[int]: ...
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def token_bytes(self, id: int, /) -> bytes: ...
 
     def answer_decoder(self) -> TextDecoder: ...
 
@@ -194,7 +198,9 @@ def _open_chatglm2(folder: Path, raw: dict[str, Any], family: str) -> Opened:
         weights = chatglm2.load_weights(TensorFiles(folder), config, form, progress)
         return Decoder(config, weights, num_slots=num_slots, context=context, dtype=form.dtype, device=form.device)
 
-    make: Callable[[Path], Tokenizer] = {
+    makers: dict[str, Callable[[Path], Tokenizer]] = {
         "chatglm2": ChatGLM2Tokenizer, "chatglm3": ChatGLM3Tokenizer, "glm4": GLM4Tokenizer,
-    }[family]  # fmt: skip
-    return Opened(family, config, True, make(folder), _read_defaults(folder, family), lambda device: "nf4", build)
+    }  # fmt: skip
+    return Opened(
+        family, config, True, makers[family](folder), _read_defaults(folder, family), lambda device: "nf4", build
+    )

@@ -42,6 +42,7 @@ def load() -> Load:
 
     def call(path: Path, **options: Any) -> LoadedModel:
         given: dict[str, Any] = {
+            "family": "auto",
             "quantization": "auto",
             "dtype": "auto",
             "device": "cpu",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from service.engine.base import Aborted
-from service.models.decoder import Decoder, DecoderConfig
+from service.models.decoder import DecoderConfig
+from service.models.families import Model
 from tests.models.conftest import Load, MakeFolder, reference_logits
 
 # float32 on both sides, another order of additions; logits have a standard deviation near 1. Measured: 4e-6.
@@ -29,20 +30,20 @@ def never() -> bool:
     return False
 
 
-def prefill(decoder: Decoder, slot: int, start: int, ids: list[int]) -> Tensor:
+def prefill(decoder: Model, slot: int, start: int, ids: list[int]) -> Tensor:
     with torch.inference_mode():
         logits = decoder.prefill(slot, start, ids, wants_logits=True, should_abort=never)
     assert logits is not None
     return logits[0]
 
 
-def decode(decoder: Decoder, slots: list[int], ids: list[int], positions: list[int]) -> Tensor:
+def decode(decoder: Model, slots: list[int], ids: list[int], positions: list[int]) -> Tensor:
     with torch.inference_mode():
         return decoder.decode(slots, ids, positions)
 
 
 @pytest.fixture
-def decoder(make_folder: MakeFolder, load: Load) -> Decoder:
+def decoder(make_folder: MakeFolder, load: Load) -> Model:
     return load(make_folder()[0], dtype="float32").decoder
 
 
@@ -59,7 +60,7 @@ def test_logits_equal_transformers_for_every_prefix(sizes: dict[str, Any], make_
 
 
 @pytest.mark.parametrize("chunks", [[1, 39], [39, 1], [7, 20, 13], [1] * 40])
-def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(decoder: Decoder, chunks: list[int]) -> None:
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(decoder: Model, chunks: list[int]) -> None:
     wanted = prefill(decoder, 0, 0, IDS)
     start = 0
     for size in chunks:
@@ -68,7 +69,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(decoder: Decoder, chun
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_rows_of_different_length_in_one_batch_equal_each_row_alone(decoder: Decoder) -> None:
+def test_rows_of_different_length_in_one_batch_equal_each_row_alone(decoder: Model) -> None:
     lengths = {3: 1, 0: 17, 2: 39, 1: 6}  # slot -> tokens before this step; slots in no order
     for slot, length in lengths.items():
         prefill(decoder, slot, 0, IDS[:length])
@@ -79,7 +80,7 @@ def test_rows_of_different_length_in_one_batch_equal_each_row_alone(decoder: Dec
         torch.testing.assert_close(together[row], alone, atol=TOLERANCE, rtol=0)
 
 
-def test_rows_never_see_what_another_slot_or_a_later_position_holds(decoder: Decoder) -> None:
+def test_rows_never_see_what_another_slot_or_a_later_position_holds(decoder: Model) -> None:
     prefill(decoder, 0, 0, IDS[:9])
     wanted = decode(decoder, [0], [5], [9])
     with torch.inference_mode():
@@ -90,14 +91,14 @@ def test_rows_never_see_what_another_slot_or_a_later_position_holds(decoder: Dec
     assert torch.equal(prefill(decoder, 0, 0, IDS[:9]), prefill(decoder, 1, 0, IDS[:9]))
 
 
-def test_a_copied_prefix_continues_exactly_like_its_source(decoder: Decoder) -> None:
+def test_a_copied_prefix_continues_exactly_like_its_source(decoder: Model) -> None:
     prefill(decoder, 0, 0, IDS)
     with torch.inference_mode():
         decoder.kv.copy_prefix(0, 3, 23)
     assert torch.equal(prefill(decoder, 3, 23, IDS[23:]), prefill(decoder, 0, 23, IDS[23:]))
 
 
-def test_a_prefill_asks_before_every_layer_and_stops_there(decoder: Decoder) -> None:
+def test_a_prefill_asks_before_every_layer_and_stops_there(decoder: Model) -> None:
     asked: list[bool] = []
 
     def third_time() -> bool:
@@ -109,7 +110,7 @@ def test_a_prefill_asks_before_every_layer_and_stops_there(decoder: Decoder) -> 
     assert len(asked) == 3
 
 
-def test_a_chunk_that_is_not_the_last_gives_no_logits(decoder: Decoder) -> None:
+def test_a_chunk_that_is_not_the_last_gives_no_logits(decoder: Model) -> None:
     with torch.inference_mode():
         assert decoder.prefill(0, 0, IDS[:5], wants_logits=False, should_abort=never) is None
 

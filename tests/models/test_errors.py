@@ -43,7 +43,7 @@ def test_impossible_choices_are_refused(make_folder: MakeFolder, load: Load) -> 
         with pytest.raises(ModelError, match="no usable CUDA device"):
             load(folder, device="cuda")
     with pytest.raises(ModelError, match="float16"):
-        load(folder, dtype="float16")
+        load(folder, dtype="float16", quantization="nf4")
     with pytest.raises(ModelError, match="multiples of 32"):
         load(folder, quantization="int4")
 
