@@ -39,8 +39,8 @@ def main() -> None:
 
     started = time.perf_counter()
     model = load_model(
-        choose_model(options.model, options.weights_dir), family="auto", quantization=options.quantization, dtype=options.dtype,
-        device="auto", num_slots=max(BATCHES), max_context=2048, progress=lambda _: None,
+        choose_model(options.model, options.weights_dir), family="auto", quantization=options.quantization,
+        dtype=options.dtype, device="auto", num_slots=max(BATCHES), max_context=2048, progress=lambda _: None,
     )  # fmt: skip
     runner = TorchRunner(model)
     runner.warm_up()

@@ -256,6 +256,27 @@ def test_a_full_queue_is_busy_at_once_and_says_when_to_come_back(tmp_path: Path)
     serve(tmp_path, scenario, runner, max_queue=2)
 
 
+def test_forty_users_see_only_answers_and_busy_and_equal_text_to_alone(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        prompts = [f"prompt {number}" for number in range(40)]
+
+        async def one(prompt: str) -> str | None:
+            async with await AsyncClient.connect(service.path) as client:
+                try:
+                    return await client.chat(prompt).text()
+                except Busy as error:
+                    assert error.retry_after_s
+                    return None
+
+        texts = await asyncio.gather(*map(one, prompts))
+        assert sum(text is not None for text in texts) >= 3 + 8
+        for prompt, text in zip(prompts, texts, strict=True):
+            if text is not None:
+                assert text == await one(prompt)
+
+    serve(tmp_path, scenario, max_queue=8)
+
+
 def test_a_live_id_cannot_be_used_twice_and_the_live_request_goes_on(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         sent = b'{"type":"chat","id":"a","prompt":"hi"}' * 2

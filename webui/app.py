@@ -207,7 +207,7 @@ def build_page(events: Events, label: Callable[[str], Any]) -> gr.Blocks:
             chat = VerbatimChat(
                 events.answer,
                 chatbot=gr.Chatbot(
-                    elem_id="chat", show_label=False, height=None, sanitize_html=True, allow_tags=False,
+                    elem_id="chat", show_label=False, height=None, sanitize_html=True, allow_tags=True,
                     latex_delimiters=LATEX, buttons=["copy", "copy_all"], autoscroll=True, layout="bubble",
                 ),
                 textbox=question, additional_inputs=inputs, additional_outputs=[status, notice, question],

@@ -60,6 +60,7 @@ CSS = """
 .glm-hello h2 { font-size: 20px; font-weight: 700; margin: 0 0 12px; }
 .glm-hello p { font-size: 14px; margin: 0; }
 .glm-hello p { color: var(--body-text-color-subdued) !important; }
+#chat .message-content { contain: paint; } /* no answer can draw over the page, whatever HTML it holds */
 #chat .examples { max-width: 534px; margin: 0 auto; grid-template-columns: 1fr 1fr !important; }
 
 @media (max-width: 640px) {

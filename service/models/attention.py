@@ -20,7 +20,8 @@ from torch import Tensor
 
 
 class KvSlots:
-    """K and V of every layer and slot. `torch.empty` touches no memory until a position is written."""
+    """K and V of every layer and slot. All of it is touched here: memory that is not there is missed at the start, not
+    in the middle of an answer, and the process does not grow afterwards."""
 
     def __init__(
         self, num_layers: int, num_slots: int, num_kv_heads: int, context: int, head_dim: int,
@@ -29,7 +30,8 @@ class KvSlots:
         self.num_slots = num_slots
         self.context = context
         self.num_kv_heads = num_kv_heads
-        self._all = torch.empty(num_layers, num_slots, 2, num_kv_heads, context, head_dim, dtype=dtype, device=device)
+        shape = (num_layers, num_slots, 2, num_kv_heads, context, head_dim)
+        self._all = torch.empty(shape, dtype=dtype, device=device).fill_(0)  # NOTE: zeros() would touch nothing
         self.layers = list(self._all.unbind(0))  # per layer [slots, 2, G, C, D]
         # Views made once, because making one costs as much as a small kernel: [layer][slot] -> [1, G, C, D].
         self.keys = [[slot[0:1] for slot in layer.unbind(0)] for layer in self.layers]

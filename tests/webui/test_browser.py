@@ -262,6 +262,16 @@ def test_loading_shows_progress_and_the_answer_follows(open_tab: Any, daemon: Da
     assert say("zh", "loading", percent=42) not in tab.page.inner_text("#chat")
 
 
+def test_what_only_looks_like_a_tag_stays_readable(open_tab: Any, daemon: DaemonThread) -> None:
+    async def script(talk: Talk) -> None:
+        talk.say("a List<String>, <think>hm</think>, a < b > c")
+
+    daemon.toy.script = script
+    tab = open_tab()
+    tab.ask("?")
+    tab.wait_text("a List<String>, <think>hm</think>, a < b > c")
+
+
 class Listener:
     """Another origin, which counts who comes."""
 
@@ -294,7 +304,9 @@ HOSTILE = """
 <script>fetch('{evil}/script'); alert(1)</script>
 <img src=x onerror="alert(2); fetch('{evil}/onerror')">
 <img src="{evil}/img.png">
-![remote]({evil}/markdown.png)
+
+![remote]({evil}/markdown.png) [md](javascript:alert(6))
+
 <iframe src="{evil}/frame"></iframe> <iframe srcdoc="<script>alert(3)</script>"></iframe>
 <svg onload="alert(4)"><image href="{evil}/svg.png"/></svg>
 <style>body {{ display: none; background: url({evil}/css.png) }} @import url({evil}/import.css);</style>
@@ -302,7 +314,8 @@ HOSTILE = """
 <form action="{evil}/form"><button>x</button></form>
 <video src="{evil}/video.mp4" autoplay></video> <audio src="{evil}/audio.mp3" autoplay></audio>
 <p style="background: url({evil}/style.png)">styled</p>
-<a href="javascript:alert(5)" id="bait">bait</a> [md](javascript:alert(6))
+<a href="javascript:alert(5)" id="bait">bait</a>
+<div style="position: fixed; inset: 0; z-index: 9999; background: white">over everything</div>
 <meta http-equiv="refresh" content="0;url={evil}/refresh">
 <object data="{evil}/object"></object><embed src="{evil}/embed">
 
@@ -324,11 +337,12 @@ def test_hostile_answers_are_harmless_and_load_nothing_from_elsewhere(open_tab: 
         tab.wait_state("done")
         tab.wait_text("the end")
         tab.wait_idle()
+        assert tab.page.query_selector_all(f"{BOT} img[src$='markdown.png']"), "it is there, but not fetched"
         for bait in tab.page.query_selector_all("#chat a"):
             assert not (bait.get_attribute("href") or "").startswith("javascript:")
         for tag in ("script", "iframe", "object", "embed", "meta", "link", "style"):
             assert tab.page.query_selector_all(f"#chat .message {tag}") == [], tag
-        assert tab.page.is_visible(BOX)
+        tab.page.click(BOX)  # nothing lies over it
         tab.page.evaluate("document.querySelectorAll('#chat .message form').forEach(form => form.submit())")
         tab.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         assert (listener.paths, tab.dialogs) == ([], [])
