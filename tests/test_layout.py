@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "service.engine.local": {
         "service.engine.base", "service.engine.steps", "service.admission", "service.prompt", "service.protocol",
-        "service.scheduler", "service.slots",
+        "service.scheduler", "service.slots", "service.text",
     },
     "service.engine.runner": {"service.engine.base", "service.models.", "service.sampling", "service.protocol"},
     "service.models.": {"service.models.", "service.protocol", "service.engine.base", "service.text"},
@@ -65,6 +65,15 @@ TESTED_ELSEWHERE = {
     "service/engine/base": "test_server",
     "service/engine/local": "test_server",
     "service/engine/steps": "engine/test_steps",
+    "webui/__main__": "test_supervisor",
+    "webui/gateway": "webui/test_app",
+    "webui/history": "webui/test_app",
+    "webui/look": "webui/test_app",
+    "webui/main": "test_supervisor",
+    "webui/pages": "webui/test_app",
+    "webui/presets": "webui/test_app",
+    "webui/texts": "webui/test_session",
+    "webui/view": "webui/test_session",
 }
 
 

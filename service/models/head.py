@@ -4,12 +4,13 @@ The engine thread's. Letters: N rows of hidden states, H hidden size, V vocabula
 Knows no layers and no sampling.
 
 An 8-bit table (GGUF Q8_0) gives logits in two stages: all V coarsely, then the best few exactly in float32.
-Measured for V = 49152, H = 576, 2 threads, one row; error = rms of the difference over rms of the logits:
+Measured for V = 49152, H = 576, one row, one thread, weights not in a cache; error = rms of the difference over rms
+of all logits, and the largest over the best 32:
 
-    one stage: exact split into two 4-bit halves, int4pack     1.58 ms   0.33 % (of that 0.18 % is bf16 activations)
-    one stage: dense bf16                                      2.67 ms   0.32 %
-    one stage: int8pack, a scale per row                       0.90 ms   1.65 %
-    two stages: int8pack, then the best 64 in float32          1.1 ms    0.00 % for the 64 that matter
+    one stage: exact split into two 4-bit halves, int4pack     5.0 ms   0.28 %   0.24 %
+    one stage: dense bf16                                     10.5 ms   0.29 %   0.24 %
+    one stage: int8pack, a scale per row                       4.9 ms   1.47 %   1.27 %
+    two stages: int8pack, then the best 64 in float32          5.4 ms   1.47 %   0.00 %
 
 A bf16 logit near 20 has steps of 0.125, which alone makes ties at the top: the second stage removes them.
 """

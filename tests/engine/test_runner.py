@@ -26,8 +26,8 @@ def model(make_folder: MakeFolder, load: object) -> LoadedModel:
     from service.models import load_model
 
     return load_model(
-        make_folder()[0], family="auto", quantization="none", dtype="float32", device="cpu", num_slots=4, max_context=100,
-        progress=lambda _: None,
+        make_folder()[0], family="auto", quantization="none", dtype="float32", device="cpu", num_slots=4,
+        max_context=100, progress=lambda _: None,
     )  # fmt: skip
 
 
