@@ -12,13 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from service.protocol import Message
 from tests.toy_daemon import DaemonThread, Talk
 from tests.webui.conftest import PageThread
-from webui import look, presets
-from webui.history import NOTICE_ID, WAITING_ID, to_messages, without_waiting
+from webui.history import NOTICE_ID
 from webui.texts import EXAMPLES, LABELS, say
-from webui.view import View
 
 DEFAULTS = ["default", 0.8, 0.8, 0, 1024, 1.0]
 
@@ -131,54 +128,3 @@ def test_with_credentials_only_who_has_logged_in_is_answered(guarded: PageThread
 def test_the_page_needs_no_torch() -> None:
     check = "import sys, webui.app; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
-
-
-# --- pure parts -------------------------------------------------------------------------------------------------
-
-
-def _turn(role: str, text: str, metadata: Any = None) -> dict[str, Any]:
-    return {"role": role, "metadata": metadata, "content": [{"type": "text", "text": text}], "options": None}
-
-
-def test_history_from_the_page_and_from_an_api_client_read_the_same() -> None:
-    page = [_turn("user", "a"), _turn("assistant", "  b\n\tc")]
-    api = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "  b\n\tc"}]
-    expected = [Message("user", "a"), Message("assistant", "  b\n\tc"), Message("user", "d")]
-    assert to_messages(page, "d") == to_messages(api, "d") == expected
-
-
-def test_sentences_of_the_page_and_unanswered_questions_are_not_sent() -> None:
-    notice = _turn("assistant", "⚠️ …", {"id": NOTICE_ID})
-    history = [_turn("user", "lost"), notice, _turn("user", "a"), _turn("assistant", "b"), notice, _turn("user", "c")]
-    assert to_messages(history, "d") == [Message("user", "a"), Message("assistant", "b"), Message("user", "d")]
-    waiting = _turn("assistant", "⏳ …", {"id": WAITING_ID})
-    assert to_messages([*history[:1], waiting], "d") == [Message("user", "d")]
-    assert without_waiting([*history, waiting]) == history
-
-
-def test_a_lone_surrogate_does_not_break_the_conversation() -> None:
-    assert to_messages([], "a\ud800b") == [Message("user", "a?b")]
-
-
-def test_only_what_differs_or_is_named_by_a_preset_is_sent() -> None:
-    shown = dict(zip(presets.OFFERED, DEFAULTS[1:], strict=True))
-    assert presets.changed("default", shown) == {}
-    assert presets.changed("default", {**shown, "top_k": 40.0}) == {"top_k": 40}
-    assert presets.changed("balanced", {**shown, **presets.shown_values("balanced")}) == presets.PRESETS["balanced"]
-
-
-def test_text_from_outside_is_escaped_in_our_html(daemon: DaemonThread) -> None:
-    evil = replace(daemon.toy.report, model="<img src=x onerror=alert(1)>")
-    assert "<img" not in look.header(evil, "<b>", "zh")
-    assert "<b>" not in look.header(evil, "<b>", "zh")
-
-
-def test_the_status_line_shows_the_numbers_and_warns_when_the_context_is_nearly_full() -> None:
-    view = View(text="x", tokens=90, prompt_tokens=10, context_limit=100, ttft_ms=12.4, tokens_per_s=9.87)
-    line = look.status(view, "en")
-    assert "12 ms" in line and "9.9 tok/s" in line and "100/100" in line and 'class="full"' in line
-
-
-def test_the_notice_appears_only_when_turns_were_dropped() -> None:
-    assert look.notice(View(), "zh") == look.NOTHING
-    assert say("zh", "dropped", turns=2) in look.notice(View(dropped_turns=2), "zh")

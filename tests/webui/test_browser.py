@@ -6,10 +6,8 @@ Asserts on the daemon's state with a bound, never on the wall clock; waits for e
 from __future__ import annotations
 
 import asyncio
-import http.server
 import os
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.toy_daemon import DaemonThread, Talk
+from tests.webui.tab import BOX, Listener, Tab
 from webui.texts import EXAMPLES, LABELS, say
 
 pytestmark = pytest.mark.browser
@@ -27,7 +26,6 @@ ARGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-BOX = "#question textarea"
 BOT = "#chat .bot.message"
 BOT_BUTTONS = "#chat .message-buttons-left"
 RETRY, UNDO, CLEAR = "重试", "撤销", "清空对话"
@@ -45,49 +43,6 @@ def browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield browser
         browser.close()
-
-
-class Tab:
-    """A browser tab with the page in it. `foreign` lists every request that did not go to the page."""
-
-    def __init__(self, context: Any, url: str) -> None:
-        self.page = context.new_page()
-        self.page.set_default_timeout(15_000)
-        self.foreign: list[str] = []
-        self.dialogs: list[str] = []
-        self.page.on("request", lambda request: self._note(request.url, url))
-        self.page.on("dialog", self._dismiss)
-        self.page.goto(url)
-        self.page.wait_for_selector(f"{BOX}:enabled")
-        self.page.wait_for_selector(".glm-status[data-state]:has(.glm-dot:not(.offline))")
-
-    def _note(self, address: str, url: str) -> None:
-        if not address.startswith((url, "data:", "blob:")):
-            self.foreign.append(address)
-
-    def _dismiss(self, dialog: Any) -> None:
-        self.dialogs.append(dialog.message)
-        dialog.dismiss()
-
-    def ask(self, question: str) -> None:
-        self.page.fill(BOX, question)
-        self.page.press(BOX, "Enter")
-
-    def wait_state(self, state: str) -> None:
-        self.page.wait_for_selector(f".glm-status[data-state={state}]")
-
-    def wait_text(self, text: str) -> None:
-        self.wait_js("document.querySelector('#chat').innerText.includes(it)", text)
-
-    def wait_js(self, condition: str, it: str = "") -> None:
-        self.page.wait_for_function("it => " + condition, arg=it, polling=50)
-
-    def wait_idle(self) -> None:
-        self.page.wait_for_selector(f"{BOX}:enabled")
-        self.page.wait_for_selector(".submit-button")
-
-    def close(self) -> None:
-        self.page.close()
 
 
 @pytest.fixture(scope="module")
@@ -270,34 +225,6 @@ def test_what_only_looks_like_a_tag_stays_readable(open_tab: Any, daemon: Daemon
     tab = open_tab()
     tab.ask("?")
     tab.wait_text("a List<String>, <think>hm</think>, a < b > c")
-
-
-class Listener:
-    """Another origin, which counts who comes."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        paths = self.paths
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                paths.append(self.path)
-                self.send_error(404)
-
-            do_POST = do_GET
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
 
 
 HOSTILE = """

@@ -3,64 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from service.prompt import build_prompt
-from service.protocol import (
-    BadRequest,
-    Busy,
-    Draining,
-    EngineDead,
-    EngineFailed,
-    Forbidden,
-    Message,
-    ServiceError,
-    SlowClient,
-    TooLong,
-)
 from tests.toy_daemon import Talk, ToyDaemon
+from tests.webui.scene import QUESTION, hang_after_text, say_ok, scene, views_of
 from webui.session import ChatSession, Patience
-from webui.texts import SENTENCES, Language, preferred_language, say
-from webui.view import View
-
-QUESTION = [Message("user", "你好")]
-QUICK = Patience(reach_s=0.0, retry_s=0.0)
-
-
-def scene(
-    path: Path, play: Callable[[ToyDaemon, ChatSession], Awaitable[None]], patience: Patience = QUICK, **options: Any
-) -> None:
-    """Run a scene with a daemon and one page's session."""
-
-    async def run() -> None:
-        toy = ToyDaemon(str(path / "toy.sock"))
-        await toy.start()
-        session = ChatSession(toy.path, patience=patience, **options)
-        try:
-            async with asyncio.timeout(20):
-                await play(toy, session)
-        finally:
-            await session.close()
-            await toy.kill()
-
-    asyncio.run(run())
-
-
-async def views_of(session: ChatSession, *, language: Language = "zh", **params: Any) -> list[View]:
-    return [view async for view in session.ask(QUESTION, params, language=language)]
-
-
-def failing(error: ServiceError) -> Callable[[Talk], Awaitable[None]]:
-    async def script(talk: Talk) -> None:
-        talk.fail(error)
-
-    return script
+from webui.texts import say
 
 
 def test_an_answer_comes_with_its_numbers(tmp_path: Path) -> None:
@@ -163,17 +115,6 @@ def test_leaving_an_answer_interrupts_it_at_the_daemon(tmp_path: Path, has_text:
         assert toy.num_connections == 1
 
     scene(tmp_path, play)
-
-
-async def say_ok(talk: Talk) -> None:
-    talk.say("ok")
-
-
-async def hang_after_text(talk: Talk) -> None:
-    talk.accepted()
-    talk.started()
-    talk.delta("so far")
-    await asyncio.Event().wait()
 
 
 def test_closing_the_session_ends_its_answers_at_once(tmp_path: Path) -> None:
@@ -313,71 +254,6 @@ def test_a_connection_lost_while_idle_is_opened_again_without_a_word(tmp_path: P
     scene(tmp_path, play)
 
 
-class _Words:
-    """One id a word."""
-
-    def encode_chat(self, messages: Any) -> list[int]:
-        return [0] * sum(len(message.content.split()) for message in messages)
-
-
-def _real_too_long() -> TooLong:
-    with pytest.raises(TooLong) as caught:
-        build_prompt(_Words(), [Message("user", "w " * 300)], context_limit=256, max_new_tokens=64)
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("error", "key", "values"),
-    [
-        (Busy("full", retry_after_s=3.2), "busy", {"seconds": 4}),
-        (Draining("stopping", retry_after_s=20.0), "draining", {"seconds": 20}),
-        (_real_too_long(), "too_long", {"needed": 300, "limit": 240}),
-        (TooLong("no numbers here"), "too_long_unmeasured", {}),
-        (EngineFailed("NaN"), "engine_failed", {}),
-        (EngineDead("gone"), "engine_dead", {}),
-        (SlowClient("slow"), "slow_client", {}),
-        (Forbidden("no"), "forbidden", {}),
-        (BadRequest("$.params: no"), "bad_request", {"detail": "$.params: no"}),
-    ],
-    ids=lambda given: given if isinstance(given, str) else "",
-)  # fmt: skip
-@pytest.mark.parametrize("language", ["zh", "en"])
-def test_each_refusal_is_one_sentence(
-    tmp_path: Path, error: ServiceError, key: str, values: dict[str, Any], language: Language
-) -> None:
-    async def play(toy: ToyDaemon, session: ChatSession) -> None:
-        toy.script = failing(error)
-        last = (await views_of(session, language=language))[-1]
-        assert (last.state, last.sentence) == ("error", say(language, key, **values))
-
-    scene(tmp_path, play)
-
-
-@pytest.mark.parametrize(
-    ("reason", "state", "key", "values"),
-    [
-        ("length", "done", "length", {"tokens": 1}),
-        ("deadline", "stopped", "deadline", {"seconds": 600}),
-        ("drained", "stopped", "drained", {}),
-    ],
-)
-def test_each_early_end_keeps_the_text_and_says_why(
-    tmp_path: Path, reason: Any, state: str, key: str, values: dict[str, Any]
-) -> None:
-    async def script(talk: Talk) -> None:
-        talk.accepted()
-        talk.started()
-        talk.delta("so far")
-        talk.done(reason)
-
-    async def play(toy: ToyDaemon, session: ChatSession) -> None:
-        toy.script = script
-        last = (await views_of(session))[-1]
-        assert (last.text, last.state, last.sentence) == ("so far", state, say("zh", key, **values))
-
-    scene(tmp_path, play)
-
-
 def test_a_restart_that_is_coming_is_announced_while_answering(tmp_path: Path) -> None:
     async def script(talk: Talk) -> None:
         talk.accepted()
@@ -398,33 +274,6 @@ def test_a_restart_that_is_coming_is_announced_while_answering(tmp_path: Path) -
     scene(tmp_path, play)
 
 
-def test_dropped_turns_are_counted_in_turns_not_messages(tmp_path: Path) -> None:
-    messages = [Message("user", "1"), Message("assistant", "2"), Message("user", "3")]
-
-    async def script(talk: Talk) -> None:
-        talk.accepted()
-        talk.started(dropped=(0, 1))
-        talk.delta("a")
-        talk.done()
-
-    async def play(toy: ToyDaemon, session: ChatSession) -> None:
-        toy.script = script
-        view = [view async for view in session.ask(messages)][-1]
-        assert view.dropped_turns == 1
-
-    scene(tmp_path, play)
-
-
-def test_a_message_beyond_a_frame_is_too_long(tmp_path: Path) -> None:
-    async def play(toy: ToyDaemon, session: ChatSession) -> None:
-        huge = [Message("user", "x" * (2 * 1024 * 1024))]
-        view = [view async for view in session.ask(huge, language="en")][-1]
-        assert (view.state, view.sentence) == ("error", say("en", "too_long_unmeasured"))
-        assert (await views_of(session))[-1].text == "你好，世界"
-
-    scene(tmp_path, play)
-
-
 def test_two_answers_of_one_page_share_its_connection(tmp_path: Path) -> None:
     async def play(toy: ToyDaemon, session: ChatSession) -> None:
         both = await asyncio.gather(views_of(session), views_of(session))
@@ -432,24 +281,3 @@ def test_two_answers_of_one_page_share_its_connection(tmp_path: Path) -> None:
         assert toy.num_connections == 1
 
     scene(tmp_path, play)
-
-
-def test_every_sentence_names_the_same_values_in_both_languages() -> None:
-    for key, (chinese, english) in SENTENCES.items():
-        names = [{part.split("}")[0] for part in text.split("{")[1:]} for text in (chinese, english)]
-        assert names[0] == names[1], key
-
-
-@pytest.mark.parametrize(
-    ("header", "language"),
-    [
-        ("zh-CN,zh;q=0.9,en;q=0.8", "zh"),
-        ("en-US,en;q=0.9,zh;q=0.8", "en"),
-        ("fr-FR,zh-TW;q=0.7,en;q=0.6", "zh"),
-        ("de", "en"),
-        ("", "en"),
-        ("zh;q=what", "en"),
-    ],
-)
-def test_the_language_is_the_browsers_choice(header: str, language: str) -> None:
-    assert preferred_language(header) == language

@@ -1,0 +1,80 @@
+"""What the browser tests drive: a tab with the page in it, and another origin that counts who comes."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from typing import Any
+
+BOX = "#question textarea"
+
+
+class Tab:
+    """A browser tab with the page in it. `foreign` lists every request that did not go to the page."""
+
+    def __init__(self, context: Any, url: str) -> None:
+        self.page = context.new_page()
+        self.page.set_default_timeout(15_000)
+        self.foreign: list[str] = []
+        self.dialogs: list[str] = []
+        self.page.on("request", lambda request: self._note(request.url, url))
+        self.page.on("dialog", self._dismiss)
+        self.page.goto(url)
+        self.page.wait_for_selector(f"{BOX}:enabled")
+        self.page.wait_for_selector(".glm-status[data-state]:has(.glm-dot:not(.offline))")
+
+    def _note(self, address: str, url: str) -> None:
+        if not address.startswith((url, "data:", "blob:")):
+            self.foreign.append(address)
+
+    def _dismiss(self, dialog: Any) -> None:
+        self.dialogs.append(dialog.message)
+        dialog.dismiss()
+
+    def ask(self, question: str) -> None:
+        self.page.fill(BOX, question)
+        self.page.press(BOX, "Enter")
+
+    def wait_state(self, state: str) -> None:
+        self.page.wait_for_selector(f".glm-status[data-state={state}]")
+
+    def wait_text(self, text: str) -> None:
+        self.wait_js("document.querySelector('#chat').innerText.includes(it)", text)
+
+    def wait_js(self, condition: str, it: str = "") -> None:
+        self.page.wait_for_function("it => " + condition, arg=it, polling=50)
+
+    def wait_idle(self) -> None:
+        self.page.wait_for_selector(f"{BOX}:enabled")
+        self.page.wait_for_selector(".submit-button")
+
+    def close(self) -> None:
+        self.page.close()
+
+
+class Listener:
+    """Another origin, which counts who comes."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        paths = self.paths
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                paths.append(self.path)
+                self.send_error(404)
+
+            do_POST = do_GET
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
