@@ -391,8 +391,10 @@ class AsyncClient:
         return event
 
     async def aclose(self) -> None:
-        """Close at once. The daemon ends whatever still runs on this connection."""
+        """Close at once. The daemon ends whatever still runs on this connection, and whoever waits here is told."""
         self._pump_task.cancel()
+        self._lost = self._lost or ConnectionLost("the connection was closed here")
+        self._news.set()
         self._writer.transport.abort()
         await asyncio.gather(self._pump_task, return_exceptions=True)
 

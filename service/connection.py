@@ -128,9 +128,9 @@ class Connection(asyncio.Protocol):
     def wants_text(self) -> bool:
         return self._decoder.wants_text
 
-    def write_pending(self, stream: Stream) -> None:
+    def write_pending(self, stream: Stream, *, even_paused: bool = False) -> None:
         """Write what the stream has, unless the peer is behind: then it waits in the stream and merges."""
-        if self._is_paused or self.is_closing:
+        if self.is_closing or (self._is_paused and not even_paused):
             return
         for event in stream.take():
             self.write(event)
@@ -177,6 +177,7 @@ class Connection(asyncio.Protocol):
                     break
                 self._server.handle(self, request)
             except BadRequest as error:
+                self._server.count_error(error)
                 # NOTE: a live request's id on this error would read as that request's end.
                 id = error.request_id if error.request_id not in self.streams else None
                 self.write(Error.of(error, id=id))
@@ -186,6 +187,7 @@ class Connection(asyncio.Protocol):
                 if getattr(error, "is_fatal", True):
                     self._refuse(error)
                 else:
+                    self._server.count_error(error)
                     self.write(Error.of(error))
         self.close_when_idle()
 
@@ -204,6 +206,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, error: ServiceError | None) -> None:
         """Tell the peer why, then close."""
         if error is not None:
+            self._server.count_error(error)
             if self._decoder.mode == "plain":
                 self._transport.write(encode_line(Error.of(error)))
             else:
@@ -227,8 +230,9 @@ class Connection(asyncio.Protocol):
             return
         log.warning("connection %d: pid %d took nothing for %g s (timeout), closing", self.number, self.pid,
                     self._server.limits.write_stall_s)  # fmt: skip
+        # The error waits behind what is unsent, once more as long: a peer that wakes up in that time gets it all.
         self._server.stalled(self, SlowClient("the peer stopped reading"))
-        self.abort()
+        self.close()
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:

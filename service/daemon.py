@@ -17,28 +17,42 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from service.audit import Audit
 from service.engine import base
 from service.engine.local import Loaded, LocalEngine
+from service.guard import keep_socket, make_room, tell_no_files
+from service.ledger import Ledger
 from service.lifeline import die_with_parent, is_supervised, leave
 from service.metrics import Metrics
 from service.server import Limits, Server
 from service.settings import ENV_PREFIX, Settings, SettingsError, read_settings
 from service.socketfile import PathRefused, PathTaken, SocketFile
+from service.spool import Refused, Spool
 
 log = logging.getLogger("service")
 
 DRAINED, FAILED, OUT_OF_MEMORY, MISCONFIGURED, SOCKET_TAKEN = range(5)
 
+# What --audit-file auto means under Supervisor.
+AUDIT_FILE = "logs/audit.jsonl"
+
+# Shares of the progress that `health` tells: importing torch, then the weights, then the warm-up.
+WEIGHTS_BEGIN, WEIGHTS_END = 0.3, 0.95
+
 # Time for the last replies to leave the buffers when the daemon stops.
 FLUSH_S = 2.0
+AUDIT_FLUSH_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script `chatglm-service`."""
     parent_pid = os.getppid()
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in ("probe", "doctor"):
+        sys.exit(run_tool(words[0], words[1:]))
     try:
         settings = read_settings(
-            Settings, sys.argv[1:] if argv is None else argv, os.environ, prog="chatglm-service", prefix=ENV_PREFIX,
+            Settings, words, os.environ, prog="chatglm-service", prefix=ENV_PREFIX,
             not_ours=("CHATGLM_WEBUI_",),
         )  # fmt: skip
     except SettingsError as error:
@@ -55,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+def run_tool(name: str, argv: Sequence[str]) -> int:
+    """A subcommand, which is a client or a reader of files: it starts no service."""
+    from service import doctor, probe
+
+    return (probe.main if name == "probe" else doctor.main)(argv, os.environ)
+
+
 def run(settings: Settings) -> int:
     """Claim the socket, serve until a signal, and return the exit code."""
     try:
@@ -65,18 +86,30 @@ def run(settings: Settings) -> int:
     except PathRefused as error:
         log.error("%s", error)
         return MISCONFIGURED
+    metrics = Metrics()
+    audit = open_audit(settings, on_drop=metrics.audit_dropped.inc)
+    ledger = Ledger(metrics, audit, keeps_text=settings.audit_text == "on")
     try:
-        return asyncio.run(Daemon(settings, socket_file).run())
+        make_room(settings.max_connections)
+        return asyncio.run(Daemon(settings, socket_file, metrics, ledger, open_spool(settings)).run())
     finally:
         socket_file.release()
+        ledger.settle_all()
+        if audit is not None and not audit.close(AUDIT_FLUSH_S):
+            log.warning("audit: the last lines could not be written in %g s", AUDIT_FLUSH_S)
 
 
 class Daemon:
     """One run of the service, from a claimed socket to an exit code."""
 
-    def __init__(self, settings: Settings, socket_file: SocketFile) -> None:
+    def __init__(
+        self, settings: Settings, socket_file: SocketFile, metrics: Metrics, ledger: Ledger, spool: Spool | None
+    ) -> None:
         self._settings = settings
+        self._spool = spool
         self._socket_file = socket_file
+        self._metrics = metrics
+        self._ledger = ledger
         self._signals: asyncio.Queue[int] = asyncio.Queue()
 
     async def run(self) -> int:
@@ -84,22 +117,35 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
+        loop.set_exception_handler(tell_no_files(self._metrics.limits.labels("open files").inc))
         limits = Limits(
-            settings.resume_s, settings.write_stall_s, settings.max_connections, settings.max_requests_per_connection
-        )
+            settings.resume_s, settings.write_stall_s, settings.max_connections, settings.max_requests_per_connection,
+            settings.idle_s, settings.max_new_tokens, settings.max_deadline_s,
+        )  # fmt: skip
         server = Server(
-            self._socket_file.socket, socket_gid=self._socket_file.gid, limits=limits, metrics=Metrics(),
-            model=settings.model, now=time.monotonic,
+            self._socket_file.socket, socket_gid=self._socket_file.gid, limits=limits, metrics=self._metrics,
+            model=settings.model, now=time.monotonic, ledger=self._ledger, spool=self._spool,
         )  # fmt: skip
         await server.start()
         log.info("listening on %s, pid %d; phase loading", settings.socket_path, os.getpid())
+        keeping = asyncio.create_task(keep_socket(self._socket_file, server))
+        try:
+            return await self._serve(server)
+        finally:
+            keeping.cancel()
+
+    async def _serve(self, server: Server) -> int:
+        """Load, answer until a signal or the engine's death, drain."""
+        settings = self._settings
+        loop = asyncio.get_running_loop()
 
         def show_progress(progress: float) -> None:
             loop.call_soon_threadsafe(setattr, server, "progress", progress)
 
         engine = LocalEngine(
             lambda: load(settings, show_progress), max_queue=settings.max_queue,
-            step_budget_s=settings.step_budget_ms / 1000,
+            step_budget_s=settings.step_budget_ms / 1000, step_limit_s=settings.step_limit_s,
+            on_slow_step=self._metrics.slow_steps.inc,
         )  # fmt: skip
         starting = asyncio.create_task(engine.start())
         stopping = asyncio.create_task(self._signals.get())
@@ -115,6 +161,7 @@ class Daemon:
         log.info("signal %s: drain begins", signal.Signals(stopping.result()).name)
         if starting.done():
             await self._drain(server)
+            await server.save_answers()
             await server.close(FLUSH_S)
             await engine.close()
         else:
@@ -137,6 +184,29 @@ class Daemon:
             server.end_all("drained")
             await server.wait_idle(FLUSH_S)
             idle.cancel()
+
+
+def open_spool(settings: Settings) -> Spool | None:
+    """What the daemon before left, or None where it cannot be trusted: then a restart loses what it could not finish."""
+    folder = Path(settings.socket_path + ".spool" if settings.spool_dir == "auto" else settings.spool_dir)
+    spool = Spool(folder, window_s=settings.resume_s, now=time.monotonic)
+    try:
+        spool.open()
+    except Refused as error:
+        log.error("spool: %s; answers will not outlive this daemon", error)
+        return None
+    return spool
+
+
+def open_audit(settings: Settings, on_drop: Callable[[int], None]) -> Audit | None:
+    """The audit file that is wanted, or None."""
+    path = settings.audit_file
+    if path == "auto":
+        path = AUDIT_FILE if is_supervised() else "off"
+    if path == "off":
+        return None
+    log.info("audit: one line a request to %s", path)
+    return Audit(Path(path), max_bytes=settings.audit_max_bytes, num_backups=settings.audit_backups, on_drop=on_drop)
 
 
 def failure_code(error: BaseException) -> int:
@@ -165,13 +235,15 @@ def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
     path = choose_model(settings.model, Path(settings.weights_dir))
     log.info("loading %s", path)
     threads = use_threads(settings.threads)  # before torch is imported
+    progress(WEIGHTS_BEGIN)
 
     from service.engine.runner import TorchRunner
 
     model = load_model(
         path, family=settings.family, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
         num_slots=settings.max_batch_size, max_context=settings.max_context or None,
-        kv_memory=settings.kv_memory or None, progress=progress,
+        kv_memory=settings.kv_memory or None,
+        progress=lambda done: progress(WEIGHTS_BEGIN + (WEIGHTS_END - WEIGHTS_BEGIN) * done),
     )  # fmt: skip
     runner = TorchRunner(model)
     runner.warm_up()

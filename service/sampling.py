@@ -20,16 +20,28 @@ from service.protocol import Params
 
 
 class RowSampler:
-    """One sequence's sampling state. `prompt` counts for the repetition penalty."""
+    """One sequence's sampling state. `prompt` counts for the repetition penalty.
 
-    def __init__(self, params: Params, prompt: Sequence[int]) -> None:
+    `saved` is what `save` gave: the generator goes on from there. Raises `ValueError` when it is not.
+    """
+
+    def __init__(self, params: Params, prompt: Sequence[int], saved: bytes = b"") -> None:
         self._params = params
         self._generator = torch.Generator()
-        if params.seed is None:
+        if saved:
+            try:
+                self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+            except RuntimeError as error:
+                raise ValueError(f"not a generator's state: {error}") from None
+        elif params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
+
+    def save(self) -> bytes:
+        """The generator's state."""
+        return bytes(self._generator.get_state().numpy())
 
     @property
     def is_argmax(self) -> bool:

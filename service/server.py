@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +21,8 @@ from typing import Literal
 from service import __version__
 from service.connection import Connection, check_peer
 from service.engine import base
+from service.hangup import HangupWatch
+from service.ledger import Ledger, Who
 from service.metrics import Metrics
 from service.protocol import (
     BadRequest,
@@ -44,6 +45,7 @@ from service.protocol import (
     StatsReport,
     UnknownRequest,
 )
+from service.spool import Record, Spool
 from service.streams import Retained, Stream, with_last_message
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,9 @@ _PHASES: tuple[Phase, ...] = ("loading", "ready", "draining")
 # Finished requests of one connection that a late interrupt or edit may still name.
 MAX_RECENT_CHATS = 64
 
+# NOTE: asyncio listens again, with 100; beyond it connect(2) of a Unix socket fails at once with EAGAIN.
+BACKLOG = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -63,6 +68,9 @@ class Limits:
     write_stall_s: float = 10.0
     max_connections: int = 4096
     max_requests_per_connection: int = 64
+    idle_s: float = 30.0  # for the rest of a message that was begun
+    max_new_tokens: int = 0  # 0: the context's
+    max_deadline_s: float = 86_400.0
 
 
 class Server:
@@ -70,7 +78,7 @@ class Server:
 
     def __init__(
         self, listener: socket.socket, *, socket_gid: int, limits: Limits, metrics: Metrics, model: str,
-        now: Callable[[], float],
+        now: Callable[[], float], ledger: Ledger | None = None, spool: Spool | None = None,
     ) -> None:  # fmt: skip
         # shared
         self.limits = limits
@@ -79,7 +87,8 @@ class Server:
         self._listener = listener
         self._socket_gid = socket_gid
         self._metrics = metrics
-        self._model = model
+        self._ledger = ledger if ledger is not None else Ledger(metrics, now=now)
+        self._model = self._ledger.model = model
         self._now = now
         self._started_at = now()
         self._loop = asyncio.get_running_loop()
@@ -94,6 +103,7 @@ class Server:
         # requests
         self._live: dict[str, Stream] = {}  # by resume token
         self._retained = Retained()
+        self._spool = spool
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -101,7 +111,16 @@ class Server:
 
     async def start(self) -> None:
         """Accept connections; `health` is answered from here on."""
-        self._asyncio_server = await self._loop.create_unix_server(self._new_connection, sock=self._listener)
+        self._asyncio_server = await self._loop.create_unix_server(
+            self._new_connection, sock=self._listener, backlog=BACKLOG
+        )
+
+    async def listen_on(self, listener: socket.socket) -> None:
+        """Accept connections on another socket instead; those that are open stay."""
+        before, self._listener = self._asyncio_server, listener
+        await self.start()
+        if before is not None:
+            before.close()
 
     def advance(self, phase: Phase) -> None:
         """To a later phase; phases never go back."""
@@ -113,7 +132,10 @@ class Server:
         """The engine is loaded and warm."""
         self._engine = engine
         self.progress = 1.0
-        self._metrics.watch(lambda: engine.num_running, lambda: engine.num_queued)
+        self._metrics.watch(engine.stats)
+        self._ledger.model = engine.info.model
+        if self._spool is not None:
+            self._loop.call_later(self.limits.resume_s, self._spool.expire)
         if self.phase == "loading":
             self.advance("ready")
 
@@ -136,6 +158,24 @@ class Server:
         """End every live request, keeping what was generated."""
         for stream in list(self._live.values()):
             self._cancel(stream, reason)
+
+    async def save_answers(self) -> None:
+        """Leave for the next daemon what was drained, and what nobody has received the end of."""
+        if self._spool is None or self._engine is None:
+            return
+        records = []
+        for stream in [*self._live.values(), *self._retained]:
+            if stream.is_finished and (stream.saved is not None or not stream.is_exhausted):
+                stream.take()  # numbered, it is replayed
+                records.append(
+                    Record(
+                        stream.resume_token, stream.uid, self._model_mark(), self._now(), stream.chat, stream.events,
+                        stream.saved,
+                    )
+                )  # fmt: skip
+        if records:
+            num_saved = await asyncio.to_thread(self._spool.save, records)
+            log.info("drain: %d of %d answers were kept for the next daemon", num_saved, len(records))
 
     async def close(self, flush_s: float) -> None:
         """Stop accepting, let buffered replies go out for at most `flush_s`, close."""
@@ -165,6 +205,7 @@ class Server:
         self._metrics.connections.set(len(self._connections))
         check_peer(connection.uid, gid, socket_gid=self._socket_gid)
         if len(self._connections) > self.limits.max_connections:
+            self._metrics.limits.labels("max_connections").inc()
             raise Busy(f"{self.limits.max_connections} connections are open already", retry_after_s=1.0)
         if self.phase == "draining":
             connection.write(DrainNotice(max(0.0, self._drain_deadline - self._now())))
@@ -180,17 +221,23 @@ class Server:
             elif stream.chat.on_disconnect == "cancel":
                 self._cancel(stream, "interrupted")
             else:
-                self._loop.call_later(self.limits.resume_s, self._expire_detached, stream)
+                self._expire_later(stream)
         connection.streams.clear()
         self._connection_gone.set()
         self._connection_gone.clear()
 
     def stalled(self, connection: Connection, error: ServiceError) -> None:
         """The peer stopped reading: its requests end with the error, except those it asked to keep."""
-        self._metrics.errors.labels(error.code).inc()
+        self.count_error(error)
+        self._metrics.limits.labels("write_stall_s").inc()
         for stream in list(connection.streams.values()):
             if stream.chat.on_disconnect == "cancel":
                 self._end(stream, base.Failed(error))
+                connection.write_pending(stream, even_paused=True)
+
+    def count_error(self, error: ServiceError) -> None:
+        """The connection itself told its peer what was wrong."""
+        self._metrics.errors.labels(error.code).inc()
 
     def watch_hangup(self, connection: Connection) -> None:
         """The peer has half-closed: learn of its full close without reading or writing."""
@@ -203,6 +250,7 @@ class Server:
         while len(connection.recent_chats) > MAX_RECENT_CHATS:
             connection.recent_chats.pop(next(iter(connection.recent_chats)))
         stream.connection = None
+        self._ledger.settle(stream.resume_token)
         self._retain(stream)
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -225,8 +273,10 @@ class Server:
                     metrics, text = self._metrics.snapshot()
                     connection.write(StatsReport(metrics, text))
         except ServiceError as error:
-            self._metrics.errors.labels(error.code).inc()
+            self.count_error(error)
             id = request.new_id if isinstance(request, Edit) else getattr(request, "id", None)
+            if isinstance(request, Chat | Edit):
+                self._ledger.refuse(str(id), Who(connection.uid, connection.pid), error)
             # NOTE: a live request's id on this error would read as that request's end.
             connection.write(Error.of(error, id=None if id in connection.streams else id))
 
@@ -241,22 +291,39 @@ class Server:
             info.context_limit, info.slots, self._engine.num_running, self._engine.num_queued, uptime_s, __version__,
         )  # fmt: skip
 
-    def _chat(self, connection: Connection, chat: Chat) -> Stream:
-        engine = self._ready_engine()
+    def _chat(self, connection: Connection, chat: Chat) -> None:
+        self._ready_engine()
         self._check_new_id(connection, chat.id)
-        if len(connection.streams) >= self.limits.max_requests_per_connection:
-            limit = self.limits.max_requests_per_connection
-            raise Busy(f"this connection has {limit} live requests already", retry_after_s=1.0)
+        self._check_wishes(chat)
         stream = Stream(chat, uid=connection.uid, resume_token=secrets.token_urlsafe(18))
+        self._submit(connection, stream, None)
+        self._attach(connection, stream)
+
+    def _submit(self, connection: Connection, stream: Stream, saved: base.Saved | None) -> None:
+        """Hand a request to the engine. Raises what the engine raises; then nothing has happened."""
+        chat = stream.chat
         # The stream has no connection yet, so nothing is written before the request is known to be in.
-        stream.key = engine.submit(
-            chat, owner=(connection.uid, connection.number), sink=partial(self._on_event, stream)
+        stream.key = self._ready_engine().submit(
+            chat, owner=(connection.uid, connection.number), sink=partial(self._on_event, stream), saved=saved
         )
+        who = Who(connection.uid, connection.pid)
+        self._ledger.open(stream.resume_token, chat, who, stream.key, stream.num_delivered_tokens)
         self._live[stream.resume_token] = stream
         self._idle.clear()
-        stream.deadline_timer = self._loop.call_later(chat.deadline_s, self._cancel, stream, "deadline")
-        self._attach(connection, stream)
-        return stream
+        left_s = max(0.0, chat.deadline_s - (saved.spent_s if saved is not None else 0.0))
+        stream.deadline_timer = self._loop.call_later(left_s, self._cancel, stream, "deadline")
+
+    def _check_wishes(self, chat: Chat) -> None:
+        """Refuse what the operator does not allow."""
+        limits, num_tokens = self.limits, chat.params.get("max_new_tokens", 0)
+        if limits.max_new_tokens and num_tokens > limits.max_new_tokens:
+            self._metrics.limits.labels("max_new_tokens").inc()
+            path = "$.params.max_new_tokens"
+            raise BadRequest(f"{path}: at most {limits.max_new_tokens} are allowed here, got {num_tokens}", path=path)
+        if chat.deadline_s > limits.max_deadline_s:
+            self._metrics.limits.labels("max_deadline_s").inc()
+            path = "$.deadline_s"
+            raise BadRequest(f"{path}: at most {limits.max_deadline_s:g} s are allowed here", path=path)
 
     def _interrupt(self, connection: Connection, request: Interrupt) -> None:
         stream = connection.streams.get(request.id)
@@ -272,6 +339,7 @@ class Server:
             raise UnknownRequest(f"no request {request.id!r} on this connection")
         chat = with_last_message(chat, id=request.new_id, prompt=request.prompt)
         if old is not None and not old.has_started and not old.is_finished:
+            self._ready_engine()
             self._check_new_id(connection, chat.id)
             self._cancel(old, "interrupted")  # first: it gives up its own place in the queue
         self._chat(connection, chat)
@@ -280,9 +348,15 @@ class Server:
 
     def _resume(self, connection: Connection, request: Resume) -> None:
         stream = self._live.get(request.resume_token) or self._retained.get(request.resume_token)
+        record = self._spool.get(request.resume_token) if stream is None and self._spool is not None else None
+        if record is not None:
+            stream = Stream.restored(
+                record.chat, uid=record.uid, resume_token=record.resume_token, events=record.events,
+                goes_on=record.saved is not None,
+            )  # fmt: skip
         if stream is None:
             raise ResumeExpired("nothing to continue under this token: its time is over, or it never was")
-        if connection.uid not in (stream.uid, 0):
+        if connection.uid != stream.uid:
             raise Forbidden("another user started this request")
         id = request.id or stream.chat.id
         if connection.streams.get(id) is not stream:
@@ -290,18 +364,49 @@ class Server:
         replayed = stream.replay(request.after)
         if not replayed and stream.is_exhausted:
             raise ResumeExpired("the request has ended and all its events were received")
-        if stream.connection is not None:
-            stream.connection.streams.pop(stream.id, None)
-            stream.connection.close_when_idle()
+        if record is not None:
+            self._take_over(connection, stream, record)
         self._metrics.resumes.inc()
         self._retained.remove(stream.resume_token)
         self._live[stream.resume_token] = stream
-        stream.id = id
-        connection.streams[id] = stream
-        stream.connection = connection
+        self._idle.clear()
+        self._move(stream, connection, id)
         for event in replayed:
             connection.write(replace(event, id=id))
         connection.write_pending(stream)
+
+    def _take_over(self, connection: Connection, stream: Stream, record: Record) -> None:
+        """Go on with an answer of the daemon before; its file goes once the engine has it."""
+        assert self._spool is not None
+        saved = record.saved
+        if saved is not None:
+            engine = self._ready_engine()
+            if record.model != self._model_mark():  # its ids would mean something else
+                raise ResumeExpired("another model has been loaded since")
+            if len(saved.prompt) + len(saved.generated) >= engine.info.context_limit:
+                raise ResumeExpired("the context is shorter than before")
+            self._submit(connection, stream, saved)
+        self._spool.remove(record.resume_token)
+
+    def _model_mark(self) -> str:
+        """What must be the same for an answer to go on."""
+        assert self._engine is not None
+        info = self._engine.info
+        return f"{info.engine} {info.model} {info.family} {info.quantization}"
+
+    def _move(self, stream: Stream, connection: Connection, id: str) -> None:
+        """From now on this connection reads the stream, under this id."""
+        before = stream.connection
+        if before is not None:
+            before.streams.pop(stream.id, None)
+        if stream.expiry_timer is not None:
+            stream.expiry_timer.cancel()
+            stream.expiry_timer = None
+        stream.id = id
+        stream.connection = connection
+        connection.streams[id] = stream
+        if before is not None and before is not connection:
+            before.close_when_idle()
 
     # --- streams ----------------------------------------------------------------------------------------------
 
@@ -314,8 +419,10 @@ class Server:
         """The engine's sink. Called once a step and request."""
         now = self._now()
         stream.put(event, now)
+        self._ledger.record(stream.resume_token, event)
         if isinstance(event, base.Finished | base.Failed):
-            self._count_end(stream, event)
+            if stream.deadline_timer is not None:
+                stream.deadline_timer.cancel()
         elif (due_at := stream.due_at()) is not None and not stream.is_timed:
             stream.is_timed = True
             self._loop.call_later(due_at - now, self._let_go, stream)
@@ -338,6 +445,7 @@ class Server:
 
     def _cancel(self, stream: Stream, reason: base.Reason) -> None:
         if not stream.is_finished and self._engine is not None:
+            self._ledger.cancel(stream.resume_token)
             self._engine.cancel(stream.key, reason)
 
     def _end(self, stream: Stream, end: base.Failed) -> None:
@@ -346,32 +454,25 @@ class Server:
             self._cancel(stream, "interrupted")
             self._on_event(stream, end)
 
-    def _expire_detached(self, stream: Stream) -> None:
-        if stream.connection is None:
-            self._cancel(stream, "interrupted")
+    def _expire_later(self, stream: Stream) -> None:
+        """Nobody reads it: it has this long to be taken up again."""
+        if stream.expiry_timer is not None:
+            stream.expiry_timer.cancel()
+        stream.expiry_timer = self._loop.call_later(self.limits.resume_s, self._expire, stream)
+
+    def _expire(self, stream: Stream) -> None:
+        self._retained.remove(stream.resume_token)
+        self._cancel(stream, "interrupted")
 
     def _retain(self, stream: Stream) -> None:
         """A finished request is no longer live, but can be fetched for a while."""
         if self._live.pop(stream.resume_token, None) is None:
             return
         self._retained.add(stream)
-        self._loop.call_later(self.limits.resume_s, self._retained.remove, stream.resume_token)
+        self._expire_later(stream)
+        self._loop.call_later(self.limits.resume_s, self._ledger.settle, stream.resume_token)
         if not self._live:
             self._idle.set()
-
-    def _count_end(self, stream: Stream, event: base.Finished | base.Failed) -> None:
-        if stream.deadline_timer is not None:
-            stream.deadline_timer.cancel()
-        if isinstance(event, base.Finished):
-            usage, timing = event.usage, event.timing
-            self._metrics.count_finished(
-                event.reason, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens,
-                completion_tokens=usage.completion_tokens, queue_s=timing.queue_ms / 1000,
-                ttft_s=timing.ttft_ms / 1000, total_s=timing.total_ms / 1000,
-            )  # fmt: skip
-        else:
-            self._metrics.errors.labels(event.error.code).inc()
-        log.info("request %d of uid %d: %s", stream.key, stream.uid, describe_end(event))
 
     def _ready_engine(self) -> base.Engine:
         if self.phase == "draining":
@@ -380,57 +481,10 @@ class Server:
             raise NotReady(f"the model is loading ({self.progress:.0%})", retry_after_s=2.0)
         return self._engine
 
-    @staticmethod
-    def _check_new_id(connection: Connection, id: str) -> None:
+    def _check_new_id(self, connection: Connection, id: str) -> None:
         if id in connection.streams:
             raise BadRequest(f"$.id: {id!r} is the id of a live request of this connection", path="$.id")
-
-
-class HangupWatch:
-    """Tells when half-closed peers are gone altogether, without polling.
-
-    After a half-close asyncio no longer watches the socket, and a queued answer writes nothing that could fail. An
-    epoll of its own reports EPOLLHUP (both directions shut: epoll_ctl(2)), and is itself watched by the loop.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._epoll = select.epoll()
-        self._by_fd: dict[int, Connection] = {}
-        self._fds: dict[Connection, int] = {}
-        loop.add_reader(self._epoll.fileno(), self._on_hangup)
-
-    def add(self, connection: Connection) -> None:
-        fd = connection.fileno
-        if fd >= 0 and fd not in self._by_fd:
-            self._epoll.register(fd, select.EPOLLHUP | select.EPOLLET)
-            self._by_fd[fd] = connection
-            self._fds[connection] = fd
-
-    def remove(self, connection: Connection) -> None:
-        fd = self._fds.pop(connection, None)
-        if fd is not None:
-            del self._by_fd[fd]
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(fd)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._epoll.fileno())
-        self._epoll.close()
-
-    def _on_hangup(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            if fd in self._by_fd:
-                self._by_fd[fd].abort()
-
-
-def describe_end(event: base.Finished | base.Failed) -> str:
-    """One line for the log: numbers, no text."""
-    if isinstance(event, base.Failed):
-        return f"{event.error.code}: {event.error.message}"
-    usage, timing = event.usage, event.timing
-    return (
-        f"{event.reason}, prompt {usage.prompt_tokens} (cached {usage.cached_tokens}) + {usage.completion_tokens}"
-        f" tokens, queue {timing.queue_ms:.0f} ms, ttft {timing.ttft_ms:.0f} ms, total {timing.total_ms:.0f} ms,"
-        f" {timing.tokens_per_s:.1f} tokens/s"
-    )
+        limit = self.limits.max_requests_per_connection
+        if len(connection.streams) >= limit:
+            self._metrics.limits.labels("max_requests_per_connection").inc()
+            raise Busy(f"this connection has {limit} live requests already", retry_after_s=1.0)

@@ -100,6 +100,15 @@ class Settings:
     write_stall_s: float = setting(10.0, "seconds after which a reader that takes nothing is cut", seconds(0.1, 3600))
     max_connections: int = setting(4096, "connections at once", whole(1, 1_000_000))
     max_requests_per_connection: int = setting(64, "live requests of one connection", whole(1, 100_000))
+    idle_s: float = setting(30.0, "seconds that a message which was begun may stand still", seconds(0.1, 3600))
+    max_new_tokens: int = setting(0, "tokens that a client may ask for; 0: what the context holds", whole(0))
+    max_deadline_s: float = setting(86400.0, "seconds that a client may ask for", seconds(0.1, 86400))
+    step_limit_s: float = setting(30.0, "seconds after which an engine step is reported", seconds(0.1, 3600))
+    spool_dir: str = setting("auto", "private folder for drained answers; auto: <socket>.spool", some_text)
+    audit_file: str = setting("auto", "a line a request; auto: logs/audit.jsonl under Supervisor, else off", some_text)
+    audit_max_bytes: int = setting(10_485_760, "size at which the audit file is rotated, such as 10M", memory)
+    audit_backups: int = setting(5, "rotated audit files that are kept", whole(1, 1000))
+    audit_text: str = setting("off", "on: the audit has prompts and answers too", one_of("on", "off"))
     log_level: str = setting("info", "debug, info, warning or error", LOG_LEVELS)
 
 

@@ -33,9 +33,8 @@ class SocketFile:
         self.path = path
         self.socket = sock
         self._lock_fd = lock_fd
-        found = os.lstat(path)
-        self._identity = (found.st_dev, found.st_ino)
-        self.gid = found.st_gid
+        self._identity = (-1, -1)
+        self.gid = self._identify()
 
     @classmethod
     def claim(cls, path: str) -> Self:
@@ -58,6 +57,34 @@ class SocketFile:
             return False
         return (found.st_dev, found.st_ino) == self._identity
 
+    def is_gone(self) -> bool:
+        """Whether nothing is left at the path: somebody has removed the name."""
+        return not os.path.lexists(self.path)
+
+    def claim_again(self) -> None:
+        """Bind the path anew, with a new `socket`, after its name was removed; the lock file too, if that went along.
+
+        The old socket is closed. Raises `PathTaken` or `PathRefused`; then everything is as it was.
+        """
+        lock_fd = self._lock_fd if _leads_to(self.path + ".lock", self._lock_fd) else _take_lock(self.path + ".lock")
+        try:
+            sock = _listen(self.path)
+        except PathRefused:
+            if lock_fd != self._lock_fd:
+                os.close(lock_fd)
+            raise
+        if lock_fd != self._lock_fd:
+            os.close(self._lock_fd)
+        self.socket.close()
+        self.socket, self._lock_fd = sock, lock_fd
+        self.gid = self._identify()
+
+    def _identify(self) -> int:
+        """Remember which file is ours; returns its group."""
+        found = os.lstat(self.path)
+        self._identity = (found.st_dev, found.st_ino)
+        return found.st_gid
+
     def release(self) -> None:
         """Stop listening; remove the name if it is still ours; let the lock go (its file stays, so no race opens)."""
         if self.is_ours():
@@ -79,6 +106,15 @@ def _take_lock(path: str) -> int:
         os.close(lock_fd)
         raise PathTaken(f"another daemon holds {path}") from None
     return lock_fd
+
+
+def _leads_to(path: str, fd: int) -> bool:
+    """Whether the name still leads to the open file."""
+    try:
+        named = os.lstat(path)
+    except OSError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
 
 
 def _clear_stale(path: str) -> None:

@@ -15,7 +15,7 @@ by the queue while they live and by `Retained` afterwards.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ class Stream:
         self.is_finished = False  # the engine's last event has come
         self.is_timed = False  # the server's timer will let held text go
         self.deadline_timer: TimerHandle | None = None
+        self.expiry_timer: TimerHandle | None = None  # nobody reads it: when it goes
         self.num_chars = 0
         self._log: list[StreamEvent] = []
         self._waiting: base.Waiting | None = None
@@ -65,6 +66,27 @@ class Stream:
         self._end: base.Finished | base.Failed | None = None
         self._merger = Merger(chat.merge.max_delay_ms / 1000)
         self._last_t_ms = 0.0
+        self.saved: base.Saved | None = None  # it was drained: how another engine goes on
+
+    @classmethod
+    def restored(
+        cls, chat: Chat, *, uid: int, resume_token: str, events: Sequence[StreamEvent], goes_on: bool
+    ) -> Stream:
+        """A stream of the daemon before, with all it had numbered.
+
+        If it goes on, its `drained` becomes a delta without text: no number is missing, and none means the end.
+        """
+        stream = cls(chat, uid=uid, resume_token=resume_token)
+        for event in events:
+            if isinstance(event, Delta):
+                stream.num_chars += len(event.text)
+                stream._last_t_ms = event.t_ms
+            elif isinstance(event, Done) and goes_on:
+                event = Delta(event.id, event.seq, "", 0, stream._last_t_ms)
+            stream.has_started = stream.has_started or isinstance(event, Started)
+            stream._log.append(event)
+        stream.is_finished = not goes_on
+        return stream
 
     def put(self, event: base.Event, now: float) -> None:
         """An event from the engine. Nothing may follow `Finished` or `Failed`; what does is ignored."""
@@ -74,7 +96,8 @@ class Stream:
             case base.Waiting():
                 self._waiting = event
             case base.Running():
-                self._running = event
+                if not self.has_started:  # a stream that goes on has told it already
+                    self._running = event
                 self.has_started = True
             case base.Text():
                 self.num_chars += len(event.text)
@@ -86,6 +109,7 @@ class Stream:
                 self._release()
                 self._end = event
                 self.is_finished = True
+                self.saved = event.saved if isinstance(event, base.Finished) else None
 
     def due_at(self) -> float | None:
         """When text that is held for merging must be let go, if nothing else comes."""
@@ -123,12 +147,21 @@ class Stream:
         self._log += events
         return events
 
+    def num_delivered_tokens(self) -> int:
+        """Tokens whose text a connection has taken."""
+        return sum(event.tokens for event in self._log if isinstance(event, Delta))
+
     def replay(self, after: int) -> list[StreamEvent]:
         """The numbered events with `seq` > `after`. Raises `BadRequest` for a number that was never given."""
         if after > len(self._log):
             last = len(self._log)
             raise BadRequest(f"$.after: the request's last seq is {last}, got {after}", path="$.after")
         return self._log[after:]
+
+    @property
+    def events(self) -> tuple[StreamEvent, ...]:
+        """All that was numbered so far."""
+        return tuple(self._log)
 
     @property
     def is_exhausted(self) -> bool:
@@ -189,6 +222,9 @@ class Retained:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._streams.values())
 
 
 def _weight(stream: Stream) -> int:

@@ -20,6 +20,7 @@ from service.metrics import Metrics
 from service.protocol import Params
 from service.server import Limits, Server
 from service.socketfile import SocketFile
+from service.spool import Spool
 from tests.toy import ToyRunner, ToyTokenizer
 
 DEFAULTS = Params(temperature=0.0, max_new_tokens=200)
@@ -42,13 +43,15 @@ def load_toy(runner: ToyRunner) -> Loaded:
 @contextlib.asynccontextmanager
 async def toy_service(
     tmp_path: Path, runner: ToyRunner | None = None, *, limits: Limits | None = None, max_queue: int = 32,
-    is_ready: bool = True,
+    is_ready: bool = True, spool: Spool | None = None,
 ) -> AsyncIterator[Service]:  # fmt: skip
     runner = runner or ToyRunner()
+    if spool is not None:
+        spool.open()
     socket_file = SocketFile.claim(str(tmp_path / "toy.sock"))
     server = Server(
         socket_file.socket, socket_gid=socket_file.gid, limits=limits or Limits(), metrics=Metrics(), model="toy",
-        now=time.monotonic,
+        now=time.monotonic, spool=spool,
     )  # fmt: skip
     await server.start()
     engine = LocalEngine(lambda: load_toy(runner), max_queue=max_queue, step_budget_s=0.1)

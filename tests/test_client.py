@@ -205,6 +205,19 @@ def test_a_daemon_that_goes_away_is_a_lost_connection(tmp_path: Path) -> None:
             list(events)
 
 
+def test_closing_a_client_tells_whoever_waits_on_it(tmp_path: Path) -> None:
+    async def main(path: str) -> None:
+        client = await AsyncClient.connect(path)
+        waiting = asyncio.create_task(client.chat("endless").text())
+        await asyncio.sleep(0)
+        await client.aclose()
+        with pytest.raises(ConnectionLost, match="closed here"):
+            await waiting
+
+    with ThreadedService(tmp_path, ToyRunner(end_one_in=0)) as service:
+        asyncio.run(main(service.path))
+
+
 def test_loading_is_told_as_not_ready(tmp_path: Path) -> None:
     with ThreadedService(tmp_path, is_ready=False) as service, Client(service.path) as client:
         assert client.health().phase == "loading"

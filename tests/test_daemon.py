@@ -218,6 +218,21 @@ def test_the_log_has_no_prompt_and_names_the_send_buffer(tmp_path: Path) -> None
     assert "xylophone" not in log and "send buffer" in log and "phase ready" in log and "drain" in log
 
 
+def test_the_audit_has_a_line_a_request_and_is_flushed_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with running_daemon(tmp_path, "--audit-file", str(path)) as (process, socket_path):
+        with Client(str(socket_path)) as client:
+            client.chat("xylophone-secret", id="first", max_new_tokens=3).text()
+            client.chat("xylophone-secret", id="second", max_new_tokens=900)
+        process.terminate()  # the second one is nobody's now, and within its resume window
+        assert process.wait(10) == 0
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (first["id"], first["reason"], first["completion_tokens"]) == ("first", "length", 3)
+    assert (second["id"], second["reason"]) == ("second", "interrupted")
+    assert first["uid"] == os.getuid() and first["pid"] == os.getpid() and first["ttft_ms"] > 0
+    assert "xylophone" not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
+
+
 def test_half_closed_plain_input_is_answered_whole(daemon: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(daemon))

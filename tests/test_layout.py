@@ -41,8 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.connection": {"service.protocol", "service.server", "service.streams"},
     "service.server": {
         "service", "service.protocol", "service.engine.base", "service.streams", "service.metrics",
-        "service.ledger", "service.connection", "service.hangup",
+        "service.ledger", "service.connection", "service.hangup", "service.spool",
     },
+    "service.spool": {"service.protocol", "service.engine.base", "service.streams"},
+    "service.guard": {"service.server", "service.socketfile"},
     "service.hangup": {"service.connection"},
     "service.engine": set(),
     "service.engine.base": {"service.protocol"},
@@ -60,26 +62,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "webui.": {"webui.", "service.client", "service.protocol", "service.settings", "service.lifeline"},
 }  # fmt: skip
 TORCH_FILES = ("service.models.", "service.engine.runner", "service.sampling")
-GRADIO_FILES = ("webui.app", "webui.look")
+GRADIO_FILES = ("webui.app",)
 # Modules whose behaviour a test of another name covers.
 TESTED_ELSEWHERE = {
     "service/__main__": "test_daemon",
     "service/daemon": "test_daemon",
     "service/connection": "test_server",
     "service/hangup": "test_server",
+    "service/guard": "faults/test_place",
     "service/lifeline": "test_supervisor",
     "service/engine/base": "test_server",
     "service/engine/local": "test_server",
     "service/engine/steps": "engine/test_steps",
     "webui/__main__": "test_supervisor",
     "webui/gateway": "webui/test_app",
-    "webui/history": "webui/test_app",
-    "webui/look": "webui/test_app",
-    "webui/main": "test_supervisor",
-    "webui/pages": "webui/test_app",
-    "webui/presets": "webui/test_app",
-    "webui/texts": "webui/test_session",
-    "webui/view": "webui/test_session",
+    "webui/main": "webui/test_settings",
 }
 
 

@@ -96,3 +96,34 @@ def test_a_name_that_was_taken_over_is_not_removed(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_is_refused(path: str) -> None:
     with pytest.raises(PathRefused):
         SocketFile.claim(path)
+
+
+@pytest.mark.parametrize("lock_too", [False, True])
+def test_a_removed_name_is_bound_again_and_the_lock_still_holds(tmp_path: Path, lock_too: bool) -> None:
+    path = tmp_path / "s"
+    claimed = SocketFile.claim(str(path))
+    assert not claimed.is_gone()
+    path.unlink()
+    if lock_too:
+        (tmp_path / "s.lock").unlink()
+    assert claimed.is_gone()
+    claimed.claim_again()
+    assert claimed.is_ours() and stat.S_IMODE(path.stat().st_mode) == 0o660
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(path))
+    with pytest.raises(PathTaken):
+        SocketFile.claim(str(path))
+    claimed.release()
+    assert not path.exists()
+
+
+def test_a_name_that_became_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    claimed = SocketFile.claim(str(path))
+    path.unlink()
+    path.write_text("precious")
+    assert not claimed.is_gone() and not claimed.is_ours()
+    with pytest.raises(PathRefused):
+        claimed.claim_again()
+    claimed.release()
+    assert path.read_text() == "precious"

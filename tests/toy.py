@@ -10,6 +10,7 @@ As in ChatGLM-6B, with causal_prompt=False each prompt cell sees the whole promp
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,11 +126,18 @@ class ToyRunner:
     def open_slots(self) -> set[int]:
         return set(self._samplers)
 
-    def open(self, slot: int, params: Params, prompt: Sequence[int]) -> None:
+    def open(self, slot: int, params: Params, prompt: Sequence[int], saved: bytes = b"") -> None:
         assert slot not in self._samplers, f"slot {slot} is open already"
         assert prompt, "no prompt"
         self._strike("open", slot)
-        self._samplers[slot] = None if params.temperature == 0 else random.Random(params.seed)
+        sampler = self._samplers[slot] = None if params.temperature == 0 else random.Random(params.seed)
+        if sampler is not None and saved:
+            version, state, gauss = json.loads(saved)
+            sampler.setstate((version, tuple(state), gauss))
+
+    def save_sampler(self, slot: int) -> bytes:
+        sampler = self._samplers[slot]
+        return b"" if sampler is None else json.dumps(sampler.getstate()).encode()
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]

@@ -29,7 +29,7 @@ from service.protocol import Params
 from webui import look, presets, texts
 from webui.gateway import SafeHeaders, Stoppable, add_healthz
 from webui.history import NOTICE_ID, WAITING_ID, to_messages, without_waiting
-from webui.pages import Page, Pages
+from webui.pages import MAX_PAGES, Page, Pages
 from webui.session import ChatSession, Patience
 from webui.texts import EXAMPLES, TITLE, labels, preferred_language
 from webui.view import View
@@ -72,6 +72,7 @@ def build_app(
     add_healthz(app, service)
     i18n = gr.I18n(**{"zh": labels("zh"), "zh-CN": labels("zh"), "en": labels("en")})
     demo = build_page(Events(pages, service, patience), i18n)
+    demo.state_session_capacity = MAX_PAGES  # NOTE: 70 kB each, and one for each API call too; 10,000 by default
     gr.mount_gradio_app(
         app, demo, path="/", auth=list(credentials) or None, root_path=root_path or None, footer_links=[],
         run_history=False, enable_monitoring=False, show_error=False, ssr_mode=False, i18n=i18n,

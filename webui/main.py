@@ -49,7 +49,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     # uvicorn raises the signal again when it has stopped; before it runs, there is nothing to stop.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
-    asyncio.run(serve(config, listener))
+    code = FAILED
+    try:
+        code = asyncio.run(serve(config, listener))
+    except SystemExit as leaving:
+        code = 0 if leaving.code is None else int(leaving.code)
+    except Exception:
+        logging.getLogger(__name__).exception("the page failed")
+    logging.shutdown()
+    os._exit(code)  # NOTE: Python would take more than a second to tear down Gradio's 1,600 modules
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,8 +76,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(config: Config, listener: socket.socket) -> None:
-    """Serve until TERM or INT."""
+async def serve(config: Config, listener: socket.socket) -> int:
+    """Serve until TERM or INT; returns the exit code."""
     import uvicorn  # here, so that bad settings and a taken port are told at once: these imports take seconds
 
     from webui.app import build_app
@@ -86,7 +94,9 @@ async def serve(config: Config, listener: socket.socket) -> None:
         timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
     logging.getLogger(__name__).info("the page is at http://%s:%d", settings.host, settings.port)
-    await Server(uvicorn_config).serve(sockets=[listener])
+    server = Server(uvicorn_config)
+    await server.serve(sockets=[listener])
+    return 0 if server.started else FAILED
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -73,10 +73,31 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """All that an engine with the same model needs to go on with an answer that was `drained`.
+
+    `prompt` is empty for a request that never ran: it begins anew. Seconds count from when it was accepted, and
+    stand still while no engine works on it.
+    """
+
+    spent_s: float
+    prompt: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    cached: int = 0
+    generated: tuple[int, ...] = ()
+    sampler: bytes = b""  # the runner's, see `Runner.save_sampler`
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
+    """`saved` comes with the reason `drained` only."""
+
     reason: Reason
     usage: Usage
     timing: Timing
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +132,11 @@ class Engine(Protocol):
     @property
     def num_queued(self) -> int: ...
 
-    def submit(self, chat: Chat, *, owner: tuple[int, int], sink: Sink) -> int:
+    def submit(self, chat: Chat, *, owner: tuple[int, int], sink: Sink, saved: Saved | None = None) -> int:
         """Queue a chat and return its key. `owner` is (uid, connection): whose fair share it uses.
 
-        Raises `Busy` at once when the queue is full; then the sink is never called.
+        With `saved` an answer goes on: its next text follows the text that its generated ids stand for.
+        Raises `Busy` at once when the queue is full, `EngineDead` when the engine is; then the sink is never called.
         """
 
     def cancel(self, key: int, reason: Reason) -> None:
@@ -137,8 +159,15 @@ class Runner(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def open(self, slot: int, params: Params, prompt: Sequence[int]) -> None:
-        """Bind a slot's sampling state (parameters, own random generator, ids that a penalty counts)."""
+    def open(self, slot: int, params: Params, prompt: Sequence[int], saved: bytes = b"") -> None:
+        """Bind a slot's sampling state (parameters, own random generator, ids that a penalty counts).
+
+        `saved` is what `save_sampler` gave: the generator goes on from there, and `prompt` holds the generated ids
+        too. Raises `ValueError` when it is not.
+        """
+
+    def save_sampler(self, slot: int) -> bytes:
+        """The state of an open slot's random generator."""
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]

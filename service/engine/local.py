@@ -26,7 +26,7 @@ from service.engine.steps import Job, Steps
 from service.prompt import Prompt, build_prompt
 from service.protocol import Chat, EngineDead, EngineFailed, Message, Params, ServiceError, Timing, Usage
 from service.scheduler import Scheduler
-from service.slots import Slots
+from service.slots import Slots, SlotStats
 from service.text import TextDecoder
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class _Request:
     params: Params
     sink: base.Sink
     accepted_at: float
+    saved: base.Saved | None = None
     prompt: Prompt | None = None
     has_slot: bool = False  # left the queue: a slot is its own
     slot_at: float = 0.0
@@ -107,12 +108,15 @@ class LocalEngine:
 
     def __init__(
         self, load: Callable[[], Loaded], *, max_queue: int, step_budget_s: float,
+        step_limit_s: float = 30.0, on_slow_step: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         # shared: set once, before the first request
         self._load = load
         self._max_queue = max_queue
         self._step_budget_s = step_budget_s
+        self._step_limit_s = step_limit_s
+        self._on_slow_step = on_slow_step
         self._now = now
         self._loop = asyncio.get_running_loop()
         self._loaded: Loaded | None = None
@@ -124,11 +128,15 @@ class LocalEngine:
         self._requests: dict[int, _Request] = {}
         self._num_slots_taken = 0
         self._last_key = 0
+        self._watchdog: asyncio.TimerHandle | None = None
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         # both: keys whose cancel is on its way; added here, read over there (a set's `in` and `add` are atomic)
         self._cancelled: set[int] = set()
         # the engine thread's
         self._outbox: list[tuple[int, base.Event]] = []
+        # written by the engine thread after each step, read by the loop: one reference to a tuple that never changes
+        self._slot_stats: SlotStats | None = None
+        self._step_since: float | None = None  # when the step that runs began; written and read in the same way
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -137,6 +145,7 @@ class LocalEngine:
         await self._ready
         assert self._loaded is not None
         self._admission = Admission(self._max_queue, self._loaded.info.slots)
+        self._watch_steps(None)
 
     # --- base.Engine -----------------------------------------------------------------------------------------
 
@@ -153,18 +162,23 @@ class LocalEngine:
     def num_queued(self) -> int:
         return len(self._requests) - self._num_slots_taken
 
-    def submit(self, chat: Chat, *, owner: tuple[int, int], sink: base.Sink) -> int:
+    def submit(self, chat: Chat, *, owner: tuple[int, int], sink: base.Sink, saved: base.Saved | None = None) -> int:
         assert self._loaded is not None and self._admission is not None
+        if self.died.done():
+            raise EngineDead("the engine failed; the service restarts", retry_after_s=5.0)
         self._last_key += 1
-        request = _Request(
-            self._last_key, chat, replace(self._loaded.defaults, **chat.params), sink, accepted_at=self._now()
-        )
-        self._admission.offer(request.key, owner, chat.priority, request.accepted_at)
+        accepted_at = self._now() - (saved.spent_s if saved is not None else 0.0)
+        params = replace(self._loaded.defaults, **chat.params)
+        request = _Request(self._last_key, chat, params, sink, accepted_at, saved)
+        self._admission.offer(request.key, owner, chat.priority, self._now())
         self._requests[request.key] = request
-        future = self._loop.run_in_executor(self._encoder, self._encode, request)
-        future.add_done_callback(lambda done: self._encoded(request, done))
+        if saved is not None and saved.prompt:
+            request.prompt = Prompt(list(saved.prompt), saved.dropped)
+        else:
+            future = self._loop.run_in_executor(self._encoder, self._encode, request)
+            future.add_done_callback(lambda done: self._encoded(request, done))
         self._fill_slots()
-        if request.has_slot:
+        if request.has_slot and saved is None:
             sink(base.Waiting(0, 0.0))  # passed through: the queue never told it a position
         self._report_positions()
         return request.key
@@ -177,13 +191,22 @@ class LocalEngine:
             self._cancelled.add(key)
             self._inbox.put(_Cancel(key, reason))
             return
-        waited_ms = round(1000 * (self._now() - request.accepted_at), 3)
-        self._end(request, base.Finished(reason, Usage(0, 0, 0), Timing(waited_ms, 0.0, waited_ms, 0.0)))
+        self._end(request, self._end_waiting(request, reason))
 
     def stats(self) -> dict[str, float]:
-        return {"num_requests_running": self.num_running, "num_requests_waiting": self.num_queued}
+        counts: dict[str, float] = {"num_requests_running": self.num_running, "num_requests_waiting": self.num_queued}
+        slots = self._slot_stats
+        if slots is None:
+            return counts
+        share = slots.num_tokens / (slots.num_slots * slots.capacity)
+        return {
+            **counts, "kv_slots": slots.num_slots, "kv_slots_used": slots.num_busy, "kv_tokens": slots.num_tokens,
+            "kv_cache_usage_perc": share,
+        }  # fmt: skip
 
     async def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._inbox.put(_Stop())
         await self._loop.run_in_executor(None, self._thread.join)
         self._encoder.shutdown(wait=False, cancel_futures=True)
@@ -191,6 +214,25 @@ class LocalEngine:
             self._end(request, base.Failed(EngineDead("the engine was stopped")))
 
     # --- the event loop's side --------------------------------------------------------------------------------
+
+    def _end_waiting(self, request: _Request, reason: base.Reason) -> base.Finished:
+        """The end of a request that the engine thread never had, or not yet again."""
+        waited_s = self._now() - request.accepted_at
+        timing = Timing(round(1000 * waited_s, 3), 0.0, round(1000 * waited_s, 3), 0.0)
+        before = request.saved or base.Saved(0.0)
+        usage = Usage(len(before.prompt), before.cached, len(before.generated))
+        saved = replace(before, spent_s=waited_s) if reason == "drained" else None
+        return base.Finished(reason, usage, timing, saved)
+
+    def _watch_steps(self, reported: float | None) -> None:
+        """The watchdog: says once of a step that it takes far too long. It ends nothing: nobody can, from here."""
+        since = self._step_since
+        if since is not None and since != reported and self._now() - since > self._step_limit_s:
+            log.error("the engine's step has taken %.1f s so far (timeout)", self._now() - since)
+            self._on_slow_step()
+            reported = since
+        if not self.died.done():
+            self._watchdog = self._loop.call_later(self._step_limit_s / 4, self._watch_steps, reported)
 
     def _encode(self, request: _Request) -> Prompt:
         """In the worker: messages → ids."""
@@ -229,7 +271,9 @@ class LocalEngine:
         if request.has_slot and request.prompt is not None and not request.is_running:
             request.is_running = True
             prompt = request.prompt
-            self._inbox.put(Job(request.key, prompt.ids, prompt.dropped, request.params, request.accepted_at))
+            self._inbox.put(
+                Job(request.key, prompt.ids, prompt.dropped, request.params, request.accepted_at, request.saved)
+            )
 
     def _end(self, request: _Request, event: base.Finished | base.Failed) -> None:
         """The request's last event. Frees what it held and lets the next one in."""
@@ -289,7 +333,10 @@ class LocalEngine:
             steps = self._make_steps(self._loaded)
             self._loop.call_soon_threadsafe(self._ready.set_result, None)
             while self._obey(steps):
+                self._step_since = self._now()
                 steps.run_step()
+                self._step_since = None
+                self._slot_stats = steps.slots.stats()
                 self._post_step()
         except BaseException as error:
             log.error("the engine thread died", exc_info=error)

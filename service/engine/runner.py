@@ -50,8 +50,11 @@ class TorchRunner:
             for slot in range(num_rows):
                 self.close(slot)
 
-    def open(self, slot: int, params: Params, prompt: Sequence[int]) -> None:
-        self._samplers[slot] = RowSampler(params, prompt)
+    def open(self, slot: int, params: Params, prompt: Sequence[int], saved: bytes = b"") -> None:
+        self._samplers[slot] = RowSampler(params, prompt, saved)
+
+    def save_sampler(self, slot: int) -> bytes:
+        return self._samplers[slot].save()
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]

@@ -32,6 +32,7 @@ class Job:
     dropped: tuple[int, ...]
     params: Params
     accepted_at: float
+    saved: base.Saved | None = None  # it goes on where another engine stopped
     tokens: Tokens | None = None  # its token state once it has a slot
     text: TextStream | None = None
     cached: int = 0
@@ -39,6 +40,7 @@ class Job:
     first_token_at: float = 0.0
     num_generated: int = 0
     num_unsent: int = 0  # generated tokens whose text is still held back
+    has_sampler: bool = True  # False: its own sampling state is bound when it has caught up
 
 
 Post = Callable[[int, base.Event], None]
@@ -71,19 +73,53 @@ class Steps:
     def begin(self, job: Job) -> None:
         """Give a request a slot. The caller admits no more than there are slots."""
         capabilities = self.runner.capabilities
-        lease = self.slots.acquire(job.prompt, causal=capabilities.causal_prompt)
-        if lease.copy_from is not None:
-            self.runner.copy_prefix(lease.copy_from, lease.slot, lease.cached)
-        self.runner.open(lease.slot, job.params, job.prompt)
+        generated = job.saved.generated if job.saved is not None else ()
+        tokens = [*job.prompt, *generated]
+        # A causal model computes a saved answer like a prompt. Another one's prompt must be the prompt alone: what was
+        # generated is fed again, a step each.
+        prompt = tokens if capabilities.causal_prompt else job.prompt
+        lease = self.slots.acquire(prompt, causal=capabilities.causal_prompt)
+        try:
+            if lease.copy_from is not None:
+                self.runner.copy_prefix(lease.copy_from, lease.slot, lease.cached)
+            job.has_sampler = len(prompt) == len(tokens)
+            if job.has_sampler:
+                self._open(job, lease.slot, tokens)
+            else:
+                self.runner.open(lease.slot, Params(temperature=0), prompt)
+        except base.OutOfMemory as error:
+            self.runner.close(lease.slot)
+            self.slots.discard(lease.slot)
+            self.post(job.key, base.Failed(EngineFailed(f"OOM: {error}")))
+            return
         job.started_at = self.now()
         job.cached = lease.cached
         job.text = TextStream(self.make_decoder(), job.params.stop)
-        job.tokens = Tokens(
-            key=job.key, slot=lease.slot, num_prompt=len(job.prompt), tokens=list(job.prompt), computed=lease.cached
-        )
+        job.tokens = Tokens(key=job.key, slot=lease.slot, num_prompt=len(prompt), tokens=tokens, computed=lease.cached)
+        if job.saved is not None:
+            self._take_up(job, job.saved)
         self._jobs[job.key] = job
         self.scheduler.add(job.tokens)
-        self.post(job.key, base.Running(len(job.prompt), lease.cached, capabilities.context_limit, job.dropped))
+        self.post(job.key, base.Running(len(job.prompt), job.cached, capabilities.context_limit, job.dropped))
+
+    def _open(self, job: Job, slot: int, tokens: Sequence[int]) -> None:
+        """Bind the request's own sampling state."""
+        if job.saved is not None:
+            self.runner.open(slot, job.params, tokens, job.saved.sampler)
+        else:
+            self.runner.open(slot, job.params, tokens)
+
+    @staticmethod
+    def _take_up(job: Job, saved: base.Saved) -> None:
+        """Be where the other engine was: the text that was sent is behind us, what was held back is held again."""
+        assert job.text is not None
+        for id in saved.generated:
+            job.num_unsent = 0 if job.text.push(id) else job.num_unsent + 1
+        job.num_generated = len(saved.generated)
+        if saved.prompt:
+            job.cached = saved.cached
+            job.started_at = job.accepted_at + saved.queue_s
+            job.first_token_at = job.accepted_at + saved.ttft_s if saved.generated else 0.0
 
     def cancel(self, key: int, reason: base.Reason) -> None:
         """End a running request; unknown keys have ended already."""
@@ -107,6 +143,11 @@ class Steps:
         self.scheduler.commit(step, decoded_at - started_at, self.now() - decoded_at)
 
     def _decode(self, rows: Sequence[Tokens]) -> None:
+        for row in rows:
+            if not self._jobs[row.key].has_sampler and row.computed == len(row.tokens) - 1:  # it has caught up
+                self.runner.close(row.slot)
+                self._open(self._jobs[row.key], row.slot, row.tokens)
+                self._jobs[row.key].has_sampler = True
         slots = [row.slot for row in rows]
         ids = [row.tokens[row.computed] for row in rows]
         try:
@@ -144,6 +185,8 @@ class Steps:
         if next_id is None:
             self._fail(job, "the model's logits are not finite (NaN or Inf)")
             return
+        if job.tokens.computed < len(job.tokens.tokens):
+            return  # what comes next is known: it was generated before
         if not job.first_token_at:
             job.first_token_at = self.now()
         if next_id in self.stop_ids:
@@ -170,10 +213,25 @@ class Steps:
 
     def _finish(self, job: Job, reason: base.Reason) -> None:
         assert job.text is not None
-        self._post_text(job, job.text.finish())
+        saved = self._save(job) if reason == "drained" else None
+        if saved is None:
+            self._post_text(job, job.text.finish())
+            job.num_unsent = 0
         self._leave(job, keeps_kv=True)
-        usage = Usage(len(job.prompt), job.cached, job.num_generated)
-        self.post(job.key, base.Finished(reason, usage, self._timing(job)))
+        # What is held back of a drained answer is not sent: it may be half a character, which comes whole later.
+        usage = Usage(len(job.prompt), job.cached, job.num_generated - job.num_unsent)
+        self.post(job.key, base.Finished(reason, usage, self._timing(job), saved))
+
+    def _save(self, job: Job) -> base.Saved:
+        """All that the next engine needs. Before the request gives up its slot."""
+        assert job.tokens is not None
+        generated = tuple(job.tokens.tokens[len(job.prompt) :])
+        sampler = self.runner.save_sampler(job.tokens.slot) if job.has_sampler else job.saved.sampler  # type: ignore[union-attr]
+        first = job.first_token_at or job.accepted_at
+        return base.Saved(
+            self.now() - job.accepted_at, tuple(job.prompt), job.dropped, job.cached, generated, sampler,
+            job.started_at - job.accepted_at, first - job.accepted_at,
+        )  # fmt: skip
 
     def _fail(self, job: Job, why: str) -> None:
         log.error("request %d: %s", job.key, why)

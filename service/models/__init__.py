@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from service.models.families import Model, Shape, Tokenizer
     from service.models.linear import LinearFormat
 
-__all__ = ["DEFAULT_MODEL", "LoadedModel", "ModelError", "choose_model", "load_model"]
+__all__ = ["DEFAULT_MODEL", "LoadedModel", "ModelError", "choose_model", "find_checkpoint", "load_model"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # Up to this size a packed model also keeps its matrices in bf16: prefill then needs no unpacking.
@@ -73,7 +73,7 @@ def load_model(
     all KV slots together, in bytes: the context gets shorter. `progress` is called with 0..1, on this thread. Raises
     `ModelError`, and `MemoryError` when memory does not suffice.
     """
-    checkpoint = _find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     import torch
 
     from service.models.families import open_checkpoint
@@ -100,7 +100,7 @@ def _is_model(path: Path) -> bool:
     return path.suffix == ".gguf" or (path / "config.json").exists() or any(path.glob("*.gguf"))
 
 
-def _find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The GGUF file, or the folder with config.json, that `path` means."""
     if path.is_file() or (path / "config.json").exists():
         return path

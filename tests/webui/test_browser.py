@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.toy_daemon import DaemonThread, Talk
-from tests.webui.tab import BOX, Listener, Tab
+from tests.webui.tab import BOX, HOSTILE, Listener, Tab
 from webui.texts import EXAMPLES, LABELS, say
 
 pytestmark = pytest.mark.browser
@@ -225,29 +225,6 @@ def test_what_only_looks_like_a_tag_stays_readable(open_tab: Any, daemon: Daemon
     tab = open_tab()
     tab.ask("?")
     tab.wait_text("a List<String>, <think>hm</think>, a < b > c")
-
-
-HOSTILE = """
-<script>fetch('{evil}/script'); alert(1)</script>
-<img src=x onerror="alert(2); fetch('{evil}/onerror')">
-<img src="{evil}/img.png">
-
-![remote]({evil}/markdown.png) [md](javascript:alert(6))
-
-<iframe src="{evil}/frame"></iframe> <iframe srcdoc="<script>alert(3)</script>"></iframe>
-<svg onload="alert(4)"><image href="{evil}/svg.png"/></svg>
-<style>body {{ display: none; background: url({evil}/css.png) }} @import url({evil}/import.css);</style>
-<link rel="stylesheet" href="{evil}/link.css">
-<form action="{evil}/form"><button>x</button></form>
-<video src="{evil}/video.mp4" autoplay></video> <audio src="{evil}/audio.mp3" autoplay></audio>
-<p style="background: url({evil}/style.png)">styled</p>
-<a href="javascript:alert(5)" id="bait">bait</a>
-<div style="position: fixed; inset: 0; z-index: 9999; background: white">over everything</div>
-<meta http-equiv="refresh" content="0;url={evil}/refresh">
-<object data="{evil}/object"></object><embed src="{evil}/embed">
-
-the end
-"""
 
 
 def test_hostile_answers_are_harmless_and_load_nothing_from_elsewhere(open_tab: Any, daemon: DaemonThread) -> None:
