@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -114,12 +115,13 @@ async def ask(
     return trace
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """None without values."""
     ranked = sorted(values)
-    return round(ranked[min(len(ranked) - 1, int(share * len(ranked)))], 2) if ranked else float("nan")
+    return round(ranked[min(len(ranked) - 1, int(share * len(ranked)))], 2) if ranked else None
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float | None]:
     return {f"p{round(100 * share)}": quantile(values, share) for share in (0.5, 0.95, 0.99)}
 
 
@@ -139,7 +141,7 @@ def report(traces: Sequence[Trace]) -> dict[str, Any]:
         "itl_engine_ms": spread(engine),
         "itl_delivered_ms": spread(delivered),
         "tpot_ms": spread([trace.tpot_ms for trace in answered if trace.num_tokens > 1]),
-        "max_gap_ms": round(max(delivered, default=float("nan")), 2),
+        "max_gap_ms": round(max(delivered, default=0.0), 2),
         "tokens_per_delta": round(
             sum(t.num_tokens for t in answered) / max(1, sum(len(t.tokens) for t in answered)), 3
         ),
@@ -229,11 +231,11 @@ async def run_beside(options: argparse.Namespace) -> tuple[list[Trace], dict[str
         for before, after in zip(reader_trace.arrivals, reader_trace.arrivals[1:], strict=False)
         if any(start <= after and before <= end for start, end in windows)
     ]
-    alone_ms, beside_ms = quantile([t.ttft_ms for t in alone], 0.5), quantile([t.ttft_ms for t in beside], 0.5)
+    alone_ms, beside_ms = (statistics.median(trace.ttft_ms for trace in traces) for traces in (alone, beside))
     return [*alone, *beside, reader_trace], {
         "long_prompt_tokens": alone[0].prompt_tokens,
-        "ttft_alone_ms": alone_ms,
-        "ttft_beside_ms": beside_ms,
+        "ttft_alone_ms": round(alone_ms, 2),
+        "ttft_beside_ms": round(beside_ms, 2),
         "ttft_beside_over_alone": round(beside_ms / alone_ms, 3),
         "reader_gap_ms": spread(gaps),
         "reader_max_gap_ms": round(max(gaps), 2),
@@ -246,22 +248,28 @@ async def run_cancel(options: argparse.Namespace) -> tuple[list[Trace], dict[str
     rng = random.Random(options.seed)
     latencies: dict[str, list[float]] = {"decoding_ms": [], "queued_ms": [], "prefill_ms": []}
 
-    async def cancel(client: AsyncClient, prompt: str, after: type, count: int = 1, delay_s: float = 0.0) -> float:
-        answer = client.chat(prompt, max_new_tokens=1000, seed=1)
+    async def cancel(
+        name: str, client: AsyncClient, prompt: str, after: type, count: int = 1, delay_s: float = 0.0
+    ) -> None:
+        """Interrupt once `count` events of a kind have come; an answer that ended by itself says nothing."""
+        answer = client.chat(prompt, max_new_tokens=1000)
         seen, sent_at = 0, 0.0
+        last: object = None
         async for event in answer:
+            last = event
             seen += isinstance(event, after)
-            if seen == count and not sent_at:
+            if seen >= count and not sent_at:
                 await asyncio.sleep(delay_s)
                 sent_at = time.perf_counter()
                 answer.interrupt()
-        return 1000 * (time.perf_counter() - sent_at)
+        if isinstance(last, Done) and last.reason == "interrupted":
+            latencies[name].append(1000 * (time.perf_counter() - sent_at))
 
     async with await AsyncClient.connect(options.socket_path) as client:
         for _ in range(options.requests):
-            latencies["decoding_ms"].append(await cancel(client, "Count to 1000.", Delta, count=rng.randint(3, 12)))
-            delay_s = rng.uniform(0.0, 0.8)
-            latencies["prefill_ms"].append(await cancel(client, words(options.long_tokens, rng), Started, 1, delay_s))
+            await cancel("decoding_ms", client, "Write a very long story.", Delta, count=rng.randint(3, 12))
+            delay_s = rng.uniform(0.0, 0.4)
+            await cancel("prefill_ms", client, words(options.long_tokens, rng), Started, 1, delay_s)
         slots = (await client.health()).slots
         holders = [client.chat("Tell a very long story.", max_new_tokens=1000, deadline_s=600) for _ in range(slots)]
         for _ in range(options.requests):
