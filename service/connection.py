@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from service.protocol import (
     END_OF_RESPONSE,
+    BadFrame,
     BadRequest,
     Chat,
     Delta,
@@ -63,6 +64,8 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._has_sent_all = False  # the peer has half-closed: no more requests
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._last_data_at = 0.0
         # its requests
         self.streams: dict[str, Stream] = {}
         self.recent_chats: dict[str, Chat] = {}  # ended, but a late interrupt or edit may still name them
@@ -86,6 +89,9 @@ class Connection(asyncio.Protocol):
             return
         self._decoder.feed(data)
         self._handle_requests()
+        self._last_data_at = self._loop.time()
+        if self._decoder.is_partial and self._idle_timer is None and not self.is_closing:
+            self._idle_timer = self._loop.call_later(self._server.limits.idle_s, self._check_idle)
 
     def eof_received(self) -> bool:
         """The peer half-closed, or closed: running answers are still delivered until the kernel says it is gone."""
@@ -101,6 +107,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closing = True
         self._set_stall_timer(False)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self._server.disconnected(self)
 
     def pause_writing(self) -> None:
@@ -219,6 +227,19 @@ class Connection(asyncio.Protocol):
             self._stall_timer = None
         if wanted:
             self._watch_stall(self._transport.get_write_buffer_size())
+
+    def _check_idle(self) -> None:
+        """A message that was begun and stands still holds memory and a file number for nothing."""
+        self._idle_timer = None
+        if self.is_closing or not self._decoder.is_partial:
+            return
+        idle_s = self._server.limits.idle_s
+        left_s = self._last_data_at + idle_s - self._loop.time()
+        if left_s > 0 or self.streams or self._is_paused:  # a running answer is not taken away for that
+            self._idle_timer = self._loop.call_later(left_s if left_s > 0 else idle_s, self._check_idle)
+            return
+        self._server.reached("idle_s")
+        self._refuse(BadFrame(f"the rest of the message did not come within {idle_s:g} s", is_fatal=True))
 
     def _watch_stall(self, unsent: int) -> None:
         self._stall_timer = self._loop.call_later(self._server.limits.write_stall_s, self._check_stall, unsent)

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from service.audit import Audit
@@ -187,7 +188,7 @@ class Daemon:
 
 
 def open_spool(settings: Settings) -> Spool | None:
-    """What the daemon before left, or None where it cannot be trusted: then a restart loses what it could not finish."""
+    """What the daemon before left; None where the folder cannot be trusted: then a restart loses what is unfinished."""
     folder = Path(settings.socket_path + ".spool" if settings.spool_dir == "auto" else settings.spool_dir)
     spool = Spool(folder, window_s=settings.resume_s, now=time.monotonic)
     try:
@@ -255,4 +256,7 @@ def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
         "loaded %s (%s, %s) on %s in %.1f s: %d slots of %d tokens, %d threads", info.model, info.family,
         info.quantization, info.device, time.monotonic() - started_at, info.slots, info.context_limit, threads,
     )  # fmt: skip
-    return Loaded(runner, model.tokenizer, info, model.defaults)
+    defaults = model.defaults
+    if settings.max_new_tokens:
+        defaults = replace(defaults, max_new_tokens=min(defaults.max_new_tokens, settings.max_new_tokens))
+    return Loaded(runner, model.tokenizer, info, defaults)

@@ -34,13 +34,14 @@ async def keep_socket(socket_file: SocketFile, server: Server, look_s: float = L
         try:
             if not socket_file.is_gone():
                 raise PathRefused(f"{socket_file.path} is something else now; it is left alone, and nobody can connect")
-            socket_file.claim_again()
+            before = socket_file.claim_again()
         except (PathRefused, PathTaken) as error:
             if str(error) != complaint:
                 log.error("%s", error)
             complaint = str(error)
             continue
         await server.listen_on(socket_file.socket)
+        before.close()
         log.warning("%s had been removed; it is served again", socket_file.path)
 
 

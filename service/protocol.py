@@ -587,6 +587,10 @@ class FrameDecoder:
         if self._fatal is None:
             self._buffer += data
 
+    @property
+    def is_partial(self) -> bool:
+        return bool(self._buffer)
+
     def next_object(self) -> dict[str, Any] | None:
         """The next frame's object, or None until more bytes come."""
         if self._fatal is not None:
@@ -643,6 +647,10 @@ class PlainDecoder:
         except BadFrame as error:
             raise BadFrame(error.message, is_fatal=True) from None
 
+    @property
+    def is_partial(self) -> bool:
+        return bool(self._buffer)
+
     def at_eof(self) -> None:
         """The peer sends no more. Raises `BadFrame` when an object was left unfinished."""
         if self._buffer:
@@ -688,6 +696,11 @@ class RequestDecoder:
             self._decoder = PlainDecoder() if self.mode == "plain" else FrameDecoder()
         if not self.wants_text:
             self._decoder.feed(data)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether bytes wait for the rest of their message."""
+        return not self.wants_text and self._decoder.is_partial
 
     def feed_eof(self) -> None:
         """The peer sends no more. Raises `BadFrame` for an unfinished plain object."""

@@ -205,7 +205,7 @@ class Server:
         self._metrics.connections.set(len(self._connections))
         check_peer(connection.uid, gid, socket_gid=self._socket_gid)
         if len(self._connections) > self.limits.max_connections:
-            self._metrics.limits.labels("max_connections").inc()
+            self.reached("max_connections")
             raise Busy(f"{self.limits.max_connections} connections are open already", retry_after_s=1.0)
         if self.phase == "draining":
             connection.write(DrainNotice(max(0.0, self._drain_deadline - self._now())))
@@ -229,7 +229,7 @@ class Server:
     def stalled(self, connection: Connection, error: ServiceError) -> None:
         """The peer stopped reading: its requests end with the error, except those it asked to keep."""
         self.count_error(error)
-        self._metrics.limits.labels("write_stall_s").inc()
+        self.reached("write_stall_s")
         for stream in list(connection.streams.values()):
             if stream.chat.on_disconnect == "cancel":
                 self._end(stream, base.Failed(error))
@@ -238,6 +238,10 @@ class Server:
     def count_error(self, error: ServiceError) -> None:
         """The connection itself told its peer what was wrong."""
         self._metrics.errors.labels(error.code).inc()
+
+    def reached(self, setting: str) -> None:
+        """A limit has refused or cut something."""
+        self._metrics.limits.labels(setting).inc()
 
     def watch_hangup(self, connection: Connection) -> None:
         """The peer has half-closed: learn of its full close without reading or writing."""
@@ -317,11 +321,11 @@ class Server:
         """Refuse what the operator does not allow."""
         limits, num_tokens = self.limits, chat.params.get("max_new_tokens", 0)
         if limits.max_new_tokens and num_tokens > limits.max_new_tokens:
-            self._metrics.limits.labels("max_new_tokens").inc()
+            self.reached("max_new_tokens")
             path = "$.params.max_new_tokens"
             raise BadRequest(f"{path}: at most {limits.max_new_tokens} are allowed here, got {num_tokens}", path=path)
         if chat.deadline_s > limits.max_deadline_s:
-            self._metrics.limits.labels("max_deadline_s").inc()
+            self.reached("max_deadline_s")
             path = "$.deadline_s"
             raise BadRequest(f"{path}: at most {limits.max_deadline_s:g} s are allowed here", path=path)
 
@@ -486,5 +490,5 @@ class Server:
             raise BadRequest(f"$.id: {id!r} is the id of a live request of this connection", path="$.id")
         limit = self.limits.max_requests_per_connection
         if len(connection.streams) >= limit:
-            self._metrics.limits.labels("max_requests_per_connection").inc()
+            self.reached("max_requests_per_connection")
             raise Busy(f"this connection has {limit} live requests already", retry_after_s=1.0)

@@ -90,6 +90,7 @@ class Settings:
     max_context: int = setting(0, "tokens of one conversation, answer included; 0: the model's own", whole(0))
     kv_memory: int = setting(0, "memory for all KV slots, such as 2G; 0: what --max-context needs", memory)
     quantization: str = setting("auto", "auto, nf4, int4 or none", one_of("auto", "nf4", "int4", "none"))
+    quantized_cache: str = setting("on", "on or off: keep what nf4 made beside the checkpoint", one_of("on", "off"))
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16", one_of("auto", "float32", "bfloat16", "float16"))
     device: str = setting("auto", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"))
     threads: int = setting(0, "CPU threads of the engine; 0: one a core", whole(0, 1024))

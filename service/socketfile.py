@@ -61,10 +61,10 @@ class SocketFile:
         """Whether nothing is left at the path: somebody has removed the name."""
         return not os.path.lexists(self.path)
 
-    def claim_again(self) -> None:
+    def claim_again(self) -> socket.socket:
         """Bind the path anew, with a new `socket`, after its name was removed; the lock file too, if that went along.
 
-        The old socket is closed. Raises `PathTaken` or `PathRefused`; then everything is as it was.
+        Returns the old socket, which is still open. Raises `PathTaken` or `PathRefused`; then nothing has changed.
         """
         lock_fd = self._lock_fd if _leads_to(self.path + ".lock", self._lock_fd) else _take_lock(self.path + ".lock")
         try:
@@ -75,9 +75,9 @@ class SocketFile:
             raise
         if lock_fd != self._lock_fd:
             os.close(self._lock_fd)
-        self.socket.close()
-        self.socket, self._lock_fd = sock, lock_fd
+        before, self.socket, self._lock_fd = self.socket, sock, lock_fd
         self.gid = self._identify()
+        return before
 
     def _identify(self) -> int:
         """Remember which file is ours; returns its group."""

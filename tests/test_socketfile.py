@@ -107,7 +107,7 @@ def test_a_removed_name_is_bound_again_and_the_lock_still_holds(tmp_path: Path, 
     if lock_too:
         (tmp_path / "s.lock").unlink()
     assert claimed.is_gone()
-    claimed.claim_again()
+    claimed.claim_again().close()
     assert claimed.is_ours() and stat.S_IMODE(path.stat().st_mode) == 0o660
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(path))

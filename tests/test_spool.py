@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,7 +200,7 @@ def text_of(events: list[Event]) -> str:
 def test_drained_answers_go_on_in_the_next_daemon_with_the_next_number(
     tmp_path: Path, temperature: float, causal: bool
 ) -> None:
-    options = {"temperature": temperature, "seed": 3, "max_new_tokens": 60}
+    options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_new_tokens": 60}
 
     async def main() -> None:
         got: dict[str, list[Event]] = {}

@@ -64,21 +64,22 @@ def choose_model(model: str, weights_dir: Path) -> Path:
 
 def load_model(
     path: Path, *, family: str = "auto", quantization: str, dtype: str, device: str, num_slots: int,
-    max_context: int | None = None, kv_memory: int | None = None, progress: Callable[[float], None],
+    max_context: int | None = None, kv_memory: int | None = None, keeps_quantized: bool = False,
+    progress: Callable[[float], None],
 ) -> LoadedModel:  # fmt: skip
     """Load a GGUF file, or a folder with config.json and weights, or with one GGUF file, beside its tokenizer.
 
     family: "auto" or one of `families.FAMILIES`; quantization: "auto" (as the file is, or the family's best), "none",
     "int4", "nf4"; dtype: "auto", "float32", "bfloat16", "float16"; device: "auto", "cpu", "cuda". `kv_memory` bounds
-    all KV slots together, in bytes: the context gets shorter. `progress` is called with 0..1, on this thread. Raises
-    `ModelError`, and `MemoryError` when memory does not suffice.
+    all KV slots together, in bytes: the context gets shorter. `keeps_quantized`: see `open_checkpoint`. `progress` is
+    called with 0..1, on this thread. Raises `ModelError`, and `MemoryError` when memory does not suffice.
     """
     checkpoint = find_checkpoint(path)
     import torch
 
     from service.models.families import open_checkpoint
 
-    opened = open_checkpoint(checkpoint, family)
+    opened = open_checkpoint(checkpoint, family, keeps_quantized=keeps_quantized)
     place = _choose_device(device)
     resolved = quantization if quantization != "auto" else opened.quantization(place)
     form = _choose_format(resolved, dtype, place, opened.config)

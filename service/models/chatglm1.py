@@ -28,8 +28,9 @@ from torch import Tensor
 from service.engine.base import Aborted
 from service.models.attention import Attention, DecodeAttention, KvSlots, PrefillAttention
 from service.models.errors import ModelError
-from service.models.head import Embedding, Head, make_embedding, make_head
-from service.models.linear import Linear, LinearFormat
+from service.models.head import Embedding, Head
+from service.models.linear import Linear
+from service.models.matrices import Matrices
 from service.models.tensor_files import TensorFiles
 
 # The original scales the residual by sqrt(2 * 28), whatever `num_layers` says.
@@ -122,21 +123,23 @@ class ChatGLM1:
     """Weights and KV slots; the same surface as `Decoder`. Residuals and norms are float32."""
 
     def __init__(
-        self, files: TensorFiles, config: ChatGLM1Config, form: LinearFormat, *, num_slots: int, context: int,
+        self, matrices: Matrices, config: ChatGLM1Config, *, num_slots: int, context: int,
         progress: Callable[[float], None],
     ) -> None:  # fmt: skip
         """Load tensor by tensor into the wanted format. Raises `ModelError`."""
+        form = matrices.form
         self.config = config
         self.dtype = form.dtype
         self.device = form.device
-        _check_tensors(files, config)
+        _check_tensors(matrices.files, config)
         self._layers = []
         for index in range(config.num_layers):
-            self._layers.append(_load_layer(files, _LAYER.format(index), config, form))
+            self._layers.append(_load_layer(matrices, _LAYER.format(index), config))
             progress((index + 1) / (config.num_layers + 2))
-        self._embedding: Embedding = make_embedding(files.fetch("transformer.word_embeddings.weight"), form)
-        self._head: Head = make_head(files.fetch("lm_head.weight"), form)
-        self._final_norm = _load_norm(files, "transformer.final_layernorm", config, form)
+        self._embedding: Embedding = matrices.embedding("transformer.word_embeddings.weight")
+        self._head: Head = matrices.head("lm_head.weight")
+        self._final_norm = _load_norm(matrices, "transformer.final_layernorm", config)
+        matrices.finish()
         self.kv = KvSlots(
             config.num_layers, num_slots, config.num_heads, context, config.head_dim, form.dtype, form.device
         )
@@ -235,28 +238,27 @@ def _qkv_rows(num_heads: int, head_dim: int) -> Tensor:
     return torch.cat([rows.reshape(-1) for rows in (queries, keys, values)])
 
 
-def _load_layer(files: TensorFiles, prefix: str, config: ChatGLM1Config, form: LinearFormat) -> ChatGLM1Layer:
+def _load_layer(matrices: Matrices, prefix: str, config: ChatGLM1Config) -> ChatGLM1Layer:
     rows = _qkv_rows(config.num_heads, config.head_dim)
 
     def affine(name: str, order: Tensor | None = None) -> Affine:
-        weight, bias = files.fetch(f"{prefix}{name}.weight"), files.fetch(f"{prefix}{name}.bias")
-        if order is not None:
-            weight, bias = weight[order], bias[order]
-        return Affine(form.make(weight), bias.float().to(form.device))
+        bias = matrices.vector(f"{prefix}{name}.bias")
+        return Affine(
+            matrices.linear(f"{prefix}{name}.weight", order), bias if order is None else bias[order.to(bias.device)]
+        )
 
     return ChatGLM1Layer(
-        input_norm=_load_norm(files, prefix + _NORMS[0], config, form),
+        input_norm=_load_norm(matrices, prefix + _NORMS[0], config),
         qkv=affine(_MATRICES[0], rows),
         out=affine(_MATRICES[1]),
-        mlp_norm=_load_norm(files, prefix + _NORMS[1], config, form),
+        mlp_norm=_load_norm(matrices, prefix + _NORMS[1], config),
         up=affine(_MATRICES[2]),
         down=affine(_MATRICES[3]),
     )
 
 
-def _load_norm(files: TensorFiles, name: str, config: ChatGLM1Config, form: LinearFormat) -> Norm:
-    weight, bias = (files.fetch(f"{name}.{part}").float().to(form.device) for part in ("weight", "bias"))
-    return Norm(weight, bias, config.layer_norm_eps)
+def _load_norm(matrices: Matrices, name: str, config: ChatGLM1Config) -> Norm:
+    return Norm(matrices.vector(f"{name}.weight"), matrices.vector(f"{name}.bias"), config.layer_norm_eps)
 
 
 def _check_tensors(files: TensorFiles, config: ChatGLM1Config) -> None:

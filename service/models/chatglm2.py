@@ -15,13 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from service.models.decoder import DecoderConfig, DecoderWeights, Layer
 from service.models.errors import ModelError
-from service.models.head import make_embedding, make_head
-from service.models.linear import LinearFormat
-from service.models.tensor_files import TensorFiles
+from service.models.matrices import Matrices
 
 ROPE_BASE = 10000.0
 # chatglm3-6b-128k: queries are multiplied by max(1, ln(position + 1 + 64) / ln 2048), after rotary.
@@ -75,31 +71,26 @@ def read_config(folder: Path, config: Mapping[str, Any], family: str) -> Decoder
         raise ModelError(f"{folder}/config.json lacks {error}: copy the checkpoint again") from None
 
 
-def load_weights(
-    files: TensorFiles, config: DecoderConfig, form: LinearFormat, progress: Callable[[float], None]
-) -> DecoderWeights:
-    """Tensor by tensor from the files into the wanted format. Raises `ModelError`."""
+def load_weights(matrices: Matrices, config: DecoderConfig, progress: Callable[[float], None]) -> DecoderWeights:
+    """Tensor by tensor into the wanted format. Raises `ModelError`."""
     layer_names = [_LAYER.format(index) + name for index in range(config.num_layers) for name in _LAYER_TENSORS]
-    files.check([_EMBEDDING, _FINAL_NORM, _HEAD, *layer_names], lambda name: name.endswith("inv_freq"))
-
-    def vector(name: str) -> Tensor:
-        return files.fetch(name).float().to(form.device)
-
+    matrices.files.check([_EMBEDDING, _FINAL_NORM, _HEAD, *layer_names], lambda name: name.endswith("inv_freq"))
     layers = []
     for index in range(config.num_layers):
         prefix = _LAYER.format(index)
         layers.append(
             Layer(
-                input_norm=vector(prefix + "input_layernorm.weight"),
-                qkv=form.make(files.fetch(prefix + "self_attention.query_key_value.weight")),
-                qkv_bias=vector(prefix + "self_attention.query_key_value.bias"),
-                out=form.make(files.fetch(prefix + "self_attention.dense.weight")),
-                mlp_norm=vector(prefix + "post_attention_layernorm.weight"),
-                gate_up=form.make(files.fetch(prefix + "mlp.dense_h_to_4h.weight")),
-                down=form.make(files.fetch(prefix + "mlp.dense_4h_to_h.weight")),
+                input_norm=matrices.vector(prefix + "input_layernorm.weight"),
+                qkv=matrices.linear(prefix + "self_attention.query_key_value.weight"),
+                qkv_bias=matrices.vector(prefix + "self_attention.query_key_value.bias"),
+                out=matrices.linear(prefix + "self_attention.dense.weight"),
+                mlp_norm=matrices.vector(prefix + "post_attention_layernorm.weight"),
+                gate_up=matrices.linear(prefix + "mlp.dense_h_to_4h.weight"),
+                down=matrices.linear(prefix + "mlp.dense_4h_to_h.weight"),
             )
         )
         progress((index + 1) / (config.num_layers + 2))
-    embedding, head = make_embedding(files.fetch(_EMBEDDING), form), make_head(files.fetch(_HEAD), form)
+    embedding, head, final_norm = matrices.embedding(_EMBEDDING), matrices.head(_HEAD), matrices.vector(_FINAL_NORM)
+    matrices.finish()
     progress(1.0)
-    return DecoderWeights(embedding, tuple(layers), vector(_FINAL_NORM), head)
+    return DecoderWeights(embedding, tuple(layers), final_norm, head)

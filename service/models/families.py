@@ -20,6 +20,7 @@ from service.models.attention import KvSlots
 from service.models.decoder import Decoder
 from service.models.errors import ModelError
 from service.models.linear import LinearFormat
+from service.models.matrices import Matrices
 from service.models.tensor_files import TensorFiles
 from service.models.tokenizer_files import read_config as read_tokenizer_config
 from service.protocol import Message, Params
@@ -101,8 +102,10 @@ class Opened:
     build: Build
 
 
-def open_checkpoint(path: Path, family: str) -> Opened:
+def open_checkpoint(path: Path, family: str, *, keeps_quantized: bool) -> Opened:
     """`path`: a GGUF file, or a folder with config.json. `family`: "auto", or one of FAMILIES.
+
+    `keeps_quantized`: what is quantised while loading is kept beside the checkpoint, for the next start.
 
     Raises `ModelError` for a checkpoint that cannot be run, saying what to do.
     """
@@ -117,7 +120,9 @@ def open_checkpoint(path: Path, family: str) -> Opened:
             f"{path} is quantised already (quantization_bit {config['quantization_bit']}): take the full checkpoint, "
             "this service quantises it while loading"
         )
-    return _open_chatglm1(path, config) if chosen == "chatglm" else _open_chatglm2(path, config, chosen)
+    if chosen == "chatglm":
+        return _open_chatglm1(path, config, keeps_quantized)
+    return _open_chatglm2(path, config, chosen, keeps_quantized)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -175,27 +180,28 @@ def _open_llama(source: llama.GgufSource | llama.FolderSource, folder: Path) -> 
     )
 
 
-def _open_chatglm1(folder: Path, raw: dict[str, Any]) -> Opened:
+def _open_chatglm1(folder: Path, raw: dict[str, Any], keeps_quantized: bool) -> Opened:
     from service.models.chatglm1_tokenizer import ChatGLM1Tokenizer
 
     config = chatglm1.read_config(folder, raw)
 
     def build(form: LinearFormat, num_slots: int, context: int, progress: Callable[[float], None]) -> Model:
-        files = TensorFiles(folder)
-        return chatglm1.ChatGLM1(files, config, form, num_slots=num_slots, context=context, progress=progress)
+        matrices = Matrices(TensorFiles(folder), form, keeps_quantized=keeps_quantized)
+        return chatglm1.ChatGLM1(matrices, config, num_slots=num_slots, context=context, progress=progress)
 
     tokenizer = ChatGLM1Tokenizer(folder)
     return Opened("chatglm", config, False, tokenizer, _read_defaults(folder, "chatglm"), lambda device: "nf4", build)
 
 
-def _open_chatglm2(folder: Path, raw: dict[str, Any], family: str) -> Opened:
+def _open_chatglm2(folder: Path, raw: dict[str, Any], family: str, keeps_quantized: bool) -> Opened:
     from service.models.chatglm23_tokenizer import ChatGLM2Tokenizer, ChatGLM3Tokenizer
     from service.models.glm4_tokenizer import GLM4Tokenizer
 
     config = chatglm2.read_config(folder, raw, family)
 
     def build(form: LinearFormat, num_slots: int, context: int, progress: Callable[[float], None]) -> Model:
-        weights = chatglm2.load_weights(TensorFiles(folder), config, form, progress)
+        matrices = Matrices(TensorFiles(folder), form, keeps_quantized=keeps_quantized)
+        weights = chatglm2.load_weights(matrices, config, progress)
         return Decoder(config, weights, num_slots=num_slots, context=context, dtype=form.dtype, device=form.device)
 
     makers: dict[str, Callable[[Path], Tokenizer]] = {

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from service.models.linear import Linear, LinearFormat
+from service.models.tensor_files import FileTensor
 from service.models.weights import Grouped, Weight, dense
 
 NUM_REFINED = 64  # covers what top-p 0.8 keeps, with a wide margin for the first stage's error
@@ -59,6 +60,16 @@ class GroupedEmbedding:
         return Grouped(table.values[ids], table.scale[ids], table.minimum[ids]).dense()
 
 
+class FileEmbedding:
+    """Reads rows from the checkpoint's file: exact, and no memory but the system's file cache."""
+
+    def __init__(self, table: FileTensor) -> None:
+        self._table = table  # [V, H]
+
+    def __call__(self, ids: Tensor, /) -> Tensor:
+        return self._table.rows(ids.tolist()).float()
+
+
 class LinearHead:
     """One matrix product in the model's dtype."""
 
@@ -82,9 +93,25 @@ class TwoStageHead:
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
         logits = _int8_matmul(hidden.bfloat16(), self._values, self._scale).float()  # [N, V]
-        best = logits.topk(min(NUM_REFINED, logits.shape[1]), sorted=False).indices  # [N, 64]
-        rows = self._rows(best.view(-1)).view(*best.shape, -1)  # [N, 64, H]
-        return logits.scatter_(1, best, torch.bmm(rows, hidden[:, :, None])[:, :, 0])
+        return _refine(logits, hidden, self._rows)
+
+
+class RefinedHead:
+    """All logits from a quantised matrix, the best `NUM_REFINED` again from the checkpoint's own rows. CPU only."""
+
+    def __init__(self, coarse: LinearHead, rows: FileEmbedding) -> None:
+        self._coarse = coarse
+        self._rows = rows
+
+    def __call__(self, hidden: Tensor, /) -> Tensor:
+        return _refine(self._coarse(hidden), hidden, self._rows)
+
+
+def _refine(logits: Tensor, hidden: Tensor, rows: Embedding) -> Tensor:
+    """`logits` [N, V], with the best of each row computed again in float32."""
+    best = logits.topk(min(NUM_REFINED, logits.shape[1]), sorted=False).indices  # [N, 64]
+    weight = rows(best.view(-1)).view(*best.shape, -1)  # [N, 64, H]
+    return logits.scatter_(1, best, torch.bmm(weight, hidden[:, :, None])[:, :, 0])
 
 
 def make_embedding(table: Weight, form: LinearFormat) -> Embedding:

@@ -61,14 +61,15 @@ class TiledNf4Linear:
         self._dense = self._unpack_all(dtype) if keeps_dense else None
 
     @staticmethod
-    def can_tile(weight: Tensor) -> bool:
+    def has_kernel() -> bool:
         import bitsandbytes as bnb
 
+        return bool(bnb.functional.has_avx512bf16())
+
+    @classmethod
+    def can_tile(cls, weight: Tensor) -> bool:
         rows, columns = weight.shape
-        return (
-            weight.device.type == "cpu" and rows % TILE == 0 and columns % BLOCK == 0
-            and bool(bnb.functional.has_avx512bf16())
-        )  # fmt: skip
+        return weight.device.type == "cpu" and rows % TILE == 0 and columns % BLOCK == 0 and cls.has_kernel()
 
     @staticmethod
     def quantize(weight: Tensor) -> Parts:

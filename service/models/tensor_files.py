@@ -64,7 +64,7 @@ class TensorFiles:
         self._tensors: dict[str, FileTensor | Tensor] = {}
         self.paths = self._find_shards()
         for path in self.paths:
-            self._open(path)
+            self._tensors |= map_tensors(path)[0]
 
     @property
     def names(self) -> set[str]:
@@ -115,34 +115,41 @@ class TensorFiles:
             raise ModelError(f"{self.folder} lacks the shard {name}: copy it into the folder")
         return find_file(self.folder, name)
 
-    def _open(self, path: Path) -> None:
-        try:
-            tensors = _map_safetensors(path) if path.suffix == ".safetensors" else _map_bin(path)
-            mapped = _mappings(path)
-            file = path.open("rb")  # noqa: SIM115 - stays open as long as its tensors may be read
-        except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise ModelError(f"{path} is truncated or damaged ({str(error)[:120]}): copy it again") from None
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise ModelError(f"{path} holds something else than tensors: it is another kind of file")
-            start = tensor.data_ptr()
-            place = [offset + start - low for low, high, offset in mapped if low <= start < high]
-            is_plain = bool(place) and tensor.is_contiguous()
-            self._tensors[name] = FileTensor(file, place[0], tensor.shape, tensor.dtype) if is_plain else tensor
+
+def map_tensors(path: Path) -> tuple[dict[str, FileTensor | Tensor], dict[str, str]]:
+    """One file's tensors and, for safetensors, its metadata; nothing is read yet. Raises `ModelError`."""
+    try:
+        tensors, metadata = _map_safetensors(path) if path.suffix == ".safetensors" else (_map_bin(path), {})
+        mapped = _mappings(path)
+        file = path.open("rb")  # stays open as long as its tensors may be read
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ModelError(f"{path} is truncated or damaged ({str(error)[:120]}): copy it again") from None
+    found: dict[str, FileTensor | Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ModelError(f"{path} holds something else than tensors ({name!r}): it is another kind of file")
+        start = tensor.data_ptr()
+        place = [offset + start - low for low, high, offset in mapped if low <= start < high]
+        is_plain = bool(place) and tensor.is_contiguous()
+        found[name] = FileTensor(file, place[0], tensor.shape, tensor.dtype) if is_plain else tensor
+    return found, metadata
 
 
-def _map_safetensors(path: Path) -> dict[str, Any]:
+def _map_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     opened = safe_open(path, framework="pt")
-    return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    return tensors, opened.metadata() or {}
 
 
 def _map_bin(path: Path) -> dict[str, Any]:
     try:
-        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:
         if "mmap" not in str(error):
             raise
         loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    if not isinstance(loaded, dict):
+        raise ValueError("it is no table of tensors")
     return loaded
 
 

@@ -195,9 +195,10 @@ def test_a_drained_answer_goes_on_in_another_engine_as_if_undisturbed(causal: bo
     job = ("问题 that is asked", Params(temperature=temperature, seed=5, stop=("ENDEND",)))
     whole.start(1, *job)
     whole.run()
-    text, usage = whole.answer(1), whole.end(1).usage  # type: ignore[union-attr]
+    text, last = whole.answer(1), whole.end(1)
+    assert isinstance(last, base.Finished)
     for num_steps in range(1, 60):  # two drains, in every state: prefill, mid-character, catching up
-        parts, saved = "", None
+        parts, saved, num_tokens = "", None, 0
         for pause in (num_steps, num_steps // 2 + 1, None):
             part = bench()
             part.start(1, *job, saved=saved)
@@ -210,7 +211,7 @@ def test_a_drained_answer_goes_on_in_another_engine_as_if_undisturbed(causal: bo
             parts += part.answer(1)
             end = part.end(1)
             assert isinstance(end, base.Finished)
-            saved = end.saved
+            saved, num_tokens = end.saved, end.usage.completion_tokens
             if saved is None:
                 break
-        assert (parts, end.usage.completion_tokens) == (text, usage.completion_tokens)
+        assert (parts, num_tokens) == (text, last.usage.completion_tokens)
