@@ -43,18 +43,22 @@ def load_toy(runner: ToyRunner) -> Loaded:
 @contextlib.asynccontextmanager
 async def toy_service(
     tmp_path: Path, runner: ToyRunner | None = None, *, limits: Limits | None = None, max_queue: int = 32,
-    is_ready: bool = True, spool: Spool | None = None,
+    is_ready: bool = True, spool: Spool | None = None, step_limit_s: float = 30.0,
 ) -> AsyncIterator[Service]:  # fmt: skip
     runner = runner or ToyRunner()
     if spool is not None:
         spool.open()
     socket_file = SocketFile.claim(str(tmp_path / "toy.sock"))
+    metrics = Metrics()
     server = Server(
-        socket_file.socket, socket_gid=socket_file.gid, limits=limits or Limits(), metrics=Metrics(), model="toy",
+        socket_file.socket, socket_gid=socket_file.gid, limits=limits or Limits(), metrics=metrics, model="toy",
         now=time.monotonic, spool=spool,
     )  # fmt: skip
     await server.start()
-    engine = LocalEngine(lambda: load_toy(runner), max_queue=max_queue, step_budget_s=0.1)
+    engine = LocalEngine(
+        lambda: load_toy(runner), max_queue=max_queue, step_budget_s=0.1, step_limit_s=step_limit_s,
+        on_slow_step=metrics.slow_steps.inc,
+    )  # fmt: skip
     await engine.start()
     if is_ready:
         server.ready(engine)

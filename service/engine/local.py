@@ -333,7 +333,6 @@ class LocalEngine:
             steps = self._make_steps(self._loaded)
             self._loop.call_soon_threadsafe(self._ready.set_result, None)
             while self._obey(steps):
-                self._step_since = self._now()
                 steps.run_step()
                 self._step_since = None
                 self._slot_stats = steps.slots.stats()
@@ -357,7 +356,9 @@ class LocalEngine:
 
     def _obey(self, steps: Steps) -> bool:
         """Carry out what came in, waiting when there is nothing to run. False: stop."""
-        for command in self._inbox.take(wait=not steps.has_work):
+        commands = self._inbox.take(wait=not steps.has_work)
+        self._step_since = self._now()
+        for command in commands:
             match command:
                 case Job():
                     steps.begin(command)

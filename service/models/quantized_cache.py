@@ -121,7 +121,7 @@ def _fingerprint(shards: Iterable[Path], kind: str) -> str:
 
 
 def _bytes(part: Tensor) -> memoryview:
-    return memoryview(part.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _remove(path: Path) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,11 +27,20 @@ _LAYOUTS = (("model.safetensors.index.json", "*.safetensors"), ("pytorch_model.b
 _READ_BYTES = 2**30  # one read call gives at most 2 GiB
 
 
+class OpenFile:
+    """A file that is open for as long as something may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+
+
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     """Where a tensor lies in a file, and how to read all of it, or some of its rows."""
 
-    file: BinaryIO
+    file: OpenFile
     offset: int
     shape: torch.Size
     dtype: torch.dtype
@@ -46,12 +56,12 @@ class FileTensor:
 
     def _read(self, offset: int, shape: torch.Size) -> Tensor:
         read = torch.empty(shape, dtype=self.dtype)
-        view = memoryview(read.view(-1).view(torch.uint8).numpy())
+        view = read.view(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(view):
-            size = os.preadv(self.file.fileno(), [view[done : done + _READ_BYTES]], offset + done)
+            size = os.preadv(self.file.fd, [view[done : done + _READ_BYTES]], offset + done)
             if size == 0:
-                raise ModelError(f"{self.file.name} is truncated or damaged (it became shorter): copy it again")
+                raise ModelError(f"{self.file.path} is truncated or damaged (it became shorter): copy it again")
             done += size
         return read
 
@@ -121,7 +131,7 @@ def map_tensors(path: Path) -> tuple[dict[str, FileTensor | Tensor], dict[str, s
     try:
         tensors, metadata = _map_safetensors(path) if path.suffix == ".safetensors" else (_map_bin(path), {})
         mapped = _mappings(path)
-        file = path.open("rb")  # stays open as long as its tensors may be read
+        file = OpenFile(path)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise ModelError(f"{path} is truncated or damaged ({str(error)[:120]}): copy it again") from None
     found: dict[str, FileTensor | Tensor] = {}
