@@ -160,22 +160,16 @@ class Server:
             self._cancel(stream, reason)
 
     async def save_answers(self) -> None:
-        """Leave for the next daemon what was drained, and what nobody has received the end of."""
+        """Leave the other finished answers for the next daemon: of those who detach, or have not received the end."""
         if self._spool is None or self._engine is None:
             return
-        records = []
+        kept = []
         for stream in [*self._live.values(), *self._retained]:
-            if stream.is_finished and (stream.saved is not None or not stream.is_exhausted):
+            wants_it = stream.chat.on_disconnect == "detach" or not stream.is_exhausted
+            if stream.is_finished and stream.saved is None and wants_it:
                 stream.take()  # numbered, it is replayed
-                records.append(
-                    Record(
-                        stream.resume_token, stream.uid, self._model_mark(), self._now(), stream.chat, stream.events,
-                        stream.saved,
-                    )
-                )  # fmt: skip
-        if records:
-            num_saved = await asyncio.to_thread(self._spool.save, records)
-            log.info("drain: %d of %d answers were kept for the next daemon", num_saved, len(records))
+                kept.append(self._record_of(stream))
+        await asyncio.to_thread(self._spool.save, kept)
 
     async def close(self, flush_s: float) -> None:
         """Stop accepting, let buffered replies go out for at most `flush_s`, close."""
@@ -430,7 +424,26 @@ class Server:
         elif (due_at := stream.due_at()) is not None and not stream.is_timed:
             stream.is_timed = True
             self._loop.call_later(due_at - now, self._let_go, stream)
+        if stream.saved is not None and self._spool is not None:
+            self._keep(stream, self._spool)
         self._write(stream)
+
+    def _keep(self, stream: Stream, spool: Spool) -> None:
+        """Leave a drained answer for the next daemon, and only then tell its end: whoever was told can go on.
+
+        NOTE: the one file that the loop writes itself, a few tens of kilobytes into the page cache. A worker would
+        leave time in which the client knows and the file is not there, should the daemon be killed in its drain.
+        """
+        events = stream.take()
+        spool.save([self._record_of(stream)])
+        if stream.connection is not None:
+            for event in events:
+                stream.connection.write(event)
+
+    def _record_of(self, stream: Stream) -> Record:
+        return Record(
+            stream.resume_token, stream.uid, self._model_mark(), self._now(), stream.chat, stream.events, stream.saved
+        )
 
     def _write(self, stream: Stream) -> None:
         if stream.connection is not None:

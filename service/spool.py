@@ -1,7 +1,7 @@
 """Answers that outlive the daemon: what it could not finish is left in files for the next one on the same path.
 
-Thread: the event loop, but for `save`, which the daemon calls in a worker when it stops, and `open`, called before
-the loop runs. It knows no connections and no engine. The socket's lock guards the folder: one daemon uses it.
+Thread: the event loop; the daemon calls `open` before the loop runs and the last `save` in a worker. It knows no
+connections and no engine. The socket's lock guards the folder: one daemon uses it.
 
 A file is one answer: a line with a checksum, then JSON. It is written whole under another name, then renamed. What
 is not a regular file of ours with mode 0600, or is damaged, is refused and logged; nobody else's file is removed.

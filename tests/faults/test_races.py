@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def reason(events: list[Event]) -> str:
     return events[-1].reason
 
 
-async def whole_text(service: Service, prompt: str, **options: int) -> str:
+async def whole_text(service: Service, prompt: str, **options: Any) -> str:
     async with await AsyncClient.connect(service.path) as client:
         return await client.chat(prompt, **options).text()
 

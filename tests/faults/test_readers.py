@@ -19,7 +19,7 @@ import pytest
 
 from service.client import AsyncClient
 from service.guard import make_room
-from service.protocol import Delta, Done
+from service.protocol import MAX_FRAME_BYTES, Delta, Done
 from service.server import Limits
 from tests.harness import Service, until
 from tests.test_server import collect, serve
@@ -170,6 +170,23 @@ def test_two_thousand_idle_connections_cost_a_reader_nothing(tmp_path: Path) -> 
             assert isinstance((await collect(client.chat("x", max_new_tokens=20)))[-1], Done)
             assert time.monotonic() - started_at < 2
         for sock in idle:
+            sock.close()
+        await until(lambda: not service.server._connections)
+
+    serve(tmp_path, scenario)
+
+
+def test_frames_that_are_not_yet_whole_hold_what_the_readme_says(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        before = resident_bytes()
+        begun = []
+        for _ in range(40):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(service.path)
+            await asyncio.to_thread(sock.sendall, MAX_FRAME_BYTES.to_bytes(4, "big") + b" " * (MAX_FRAME_BYTES - 1))
+            begun.append(sock)
+        assert resident_bytes() - before < 40 * 2.75 * 2**20
+        for sock in begun:
             sock.close()
         await until(lambda: not service.server._connections)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ __all__ = ["make_folder"]  # a fixture
 class Reader:
     """One answer, read on a thread of its own."""
 
-    def __init__(self, path: Path, prompt: str, **options: object) -> None:
+    def __init__(self, path: Path, prompt: str, **options: Any) -> None:
         self.events: list[Event] = []
         self.error: Exception | None = None
         self.client = Client(str(path))
@@ -57,7 +58,7 @@ class Reader:
             return client.resume(self.token, after=self.last).text()
 
 
-def whole(path: Path, prompt: str, **options: object) -> str:
+def whole(path: Path, prompt: str, **options: Any) -> str:
     with Client(str(path)) as client:
         return client.chat(prompt, **options).text()
 
@@ -85,7 +86,7 @@ def test_term_with_three_running_and_one_queued_finishes_all_four_and_exits_0(tm
 def test_what_the_stop_cut_goes_on_in_the_next_daemon_as_if_nothing_had_happened(
     tmp_path: Path, second_signal: bool
 ) -> None:
-    options = {"max_new_tokens": 150, "temperature": 1, "seed": 4}
+    options: dict[str, Any] = {"max_new_tokens": 150, "temperature": 1, "seed": 4}
     flags = ["--drain-s", "20" if second_signal else "0.3"]
     with running_toy(tmp_path, *flags) as (process, path):
         wanted = [whole(path, f"p{number}", **options) for number in range(4)]
@@ -100,8 +101,8 @@ def test_what_the_stop_cut_goes_on_in_the_next_daemon_as_if_nothing_had_happened
         assert process.wait(5) == 0
     with running_toy(tmp_path) as (process, path):
         assert [reader.text + reader.go_on(path) for reader in readers] == wanted
-        with pytest.raises(ResumeExpired):
-            Client(str(path)).resume("no such token").text()
+        with Client(str(path)) as client, pytest.raises(ResumeExpired):
+            client.resume("no such token").text()
     assert not list((tmp_path / "s.spool").iterdir())
 
 
@@ -159,7 +160,12 @@ def test_in_float32_a_real_decoder_goes_on_as_if_undisturbed(
     tmp_path: Path, make_folder: MakeFolder, temperature: float, penalty: float
 ) -> None:
     folder, _ = make_folder(max_position_embeddings=512)
-    options = {"max_new_tokens": 400, "temperature": temperature, "seed": 9, "repetition_penalty": penalty}
+    options: dict[str, Any] = {
+        "max_new_tokens": 400,
+        "temperature": temperature,
+        "seed": 9,
+        "repetition_penalty": penalty,
+    }
     path, log = tmp_path / "s", tmp_path / "log"
     flags = ["--model", str(folder), "--dtype", "float32", "--quantization", "none", "--drain-s", "0"]
     command = daemon_command(path, *flags, "--max-context", "512", "--threads", "1")
@@ -176,7 +182,7 @@ def test_in_float32_a_real_decoder_goes_on_as_if_undisturbed(
 
 
 def test_the_default_model_with_three_running_and_one_queued_over_a_restart(tmp_path: Path) -> None:
-    options = {"max_new_tokens": 120, "temperature": 0}
+    options: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0}
     prompts = ["Tell me a story.", "Count from 1 to 100.", "Write about the sea.", "Name ten colours."]
     with running_daemon(tmp_path, "--drain-s", "0.5") as (process, path):
         wanted = [whole(path, prompt, **options) for prompt in prompts]

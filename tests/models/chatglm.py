@@ -33,7 +33,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], layout: str, *, num_
         "safetensors": ("model", "safetensors", "model.safetensors.index.json"),
         "bin": ("pytorch_model", "bin", "pytorch_model.bin.index.json"),
     }[layout]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         name = f"{stem}-{shard + 1:05}-of-{num_shards:05}.{suffix}"
         part = {key: tensors[key].clone() for key in list(tensors)[shard::num_shards]}

@@ -163,7 +163,9 @@ def reference(weights: dict[str, np.ndarray], config: dict[str, Any], ids: list[
     return logits
 
 
-def reference_error(folder: Path, ids: list[int], seed: int, module: ModuleType = chatglm1, **sizes: int) -> float:
+def reference_error(
+    folder: Path, ids: list[int], seed: int, sizes: dict[str, int], module: ModuleType = chatglm1
+) -> float:
     """The whole prompt's last row, and each row from <sop> on as it is decoded."""
     weights, config = write_random(folder, seed, **sizes)
     wanted, model = torch.from_numpy(reference(weights, config, ids)), build(folder, module)
@@ -179,7 +181,7 @@ SIZES = {"num_heads": 2, "head_dim": 16, "num_layers": 2, "inner": 40}
 
 @pytest.mark.parametrize("ids", PROMPTS, ids=len)
 def test_logits_equal_a_plain_reference_on_random_weights(ids: list[int], tmp_path: Path) -> None:
-    assert reference_error(tmp_path, ids, seed=len(ids), **SIZES) < REFERENCE_TOLERANCE
+    assert reference_error(tmp_path, ids, seed=len(ids), sizes=SIZES) < REFERENCE_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_logits_equal_a_plain_reference_on_random_weights(ids: list[int], tmp_pa
 )
 def test_logits_equal_a_plain_reference_for_any_shape(sizes: dict[str, int], tmp_path: Path) -> None:
     ids = [*PROMPTS[1], 40, 41, 42, 7, 7]  # with five tokens of an answer
-    assert reference_error(tmp_path, ids, seed=3, **sizes) < REFERENCE_TOLERANCE
+    assert reference_error(tmp_path, ids, seed=3, sizes=sizes) < REFERENCE_TOLERANCE
 
 
 # What others did wrong -> what to replace in the source for it. The names are those of the golden sensitivity.json.
@@ -253,7 +255,7 @@ def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("mutant", MUTATIONS, indirect=True)
 def test_the_comparisons_tell_each_known_mistake(mutant: ModuleType, tmp_path: Path) -> None:
     ids = [*PROMPTS[2], 40, 41]
-    in_reference = reference_error(tmp_path / "random", ids, 1, mutant, **SIZES)
+    in_reference = reference_error(tmp_path / "random", ids, 1, SIZES, mutant)
     in_trimmed = trimmed_error(tmp_path / "trimmed", NUM_TRIMMED, mutant)
     assert in_reference > 2 * REFERENCE_TOLERANCE
     assert in_trimmed > 2 * TRIMMED_TOLERANCE
