@@ -162,7 +162,7 @@ class Daemon:
         log.info("signal %s: drain begins", signal.Signals(stopping.result()).name)
         if starting.done():
             await self._drain(server)
-            await server.save_answers()
+            await server.shelf.save_answers()
             await server.close(FLUSH_S)
             await engine.close()
         else:
@@ -176,14 +176,14 @@ class Daemon:
         """Running and queued answers finish within `drain_s`; a second signal, or the time, ends the rest."""
         drain_s = self._settings.drain_s
         server.begin_drain(drain_s)
-        idle = asyncio.create_task(server.wait_idle(drain_s))
+        idle = asyncio.create_task(server.shelf.wait_idle(drain_s))
         again = asyncio.create_task(self._signals.get())
         await asyncio.wait((idle, again), return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         if not (idle.done() and idle.result()):
             log.warning("drain: time is over or a second signal came; ending what still runs")
-            server.end_all("drained")
-            await server.wait_idle(FLUSH_S)
+            server.shelf.end_all("drained")
+            await server.shelf.wait_idle(FLUSH_S)
             idle.cancel()
 
 

@@ -2,8 +2,8 @@
 
 Thread: the event loop. It knows the engine only by its contract, and no tensors, no prompts, no files.
 
-Covers: phases, request ids, streams and their retention, deadlines, who may resume. Does not cover: the bytes
-(`connection.py`), the queue and the model (the engine), the life of the process (`daemon.py`).
+Covers: phases, request ids, limits, who may resume. Does not cover: the streams while and after they live (`shelf.py`),
+the bytes (`connection.py`), the queue and the model (the engine), the life of the process (`daemon.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from service import __version__
@@ -45,8 +44,9 @@ from service.protocol import (
     StatsReport,
     UnknownRequest,
 )
-from service.spool import Record, Spool
-from service.streams import Retained, Stream, with_last_message
+from service.shelf import Shelf
+from service.spool import Spool
+from service.streams import Stream, with_last_message
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,7 @@ class Server:
         self._num_connections = 0
         self._drain_deadline = 0.0
         # requests
-        self._live: dict[str, Stream] = {}  # by resume token
-        self._retained = Retained()
-        self._spool = spool
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.shelf = Shelf(self._ledger, spool, resume_s=limits.resume_s, now=now)
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -134,8 +130,7 @@ class Server:
         self.progress = 1.0
         self._metrics.watch(engine.stats)
         self._ledger.model = engine.info.model
-        if self._spool is not None:
-            self._loop.call_later(self.limits.resume_s, self._spool.expire)
+        self.shelf.ready(engine)
         if self.phase == "loading":
             self.advance("ready")
 
@@ -145,31 +140,6 @@ class Server:
         self.advance("draining")
         for connection in list(self._connections):
             connection.write(DrainNotice(deadline_s))
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether the last live request ended within the time."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    def end_all(self, reason: base.Reason) -> None:
-        """End every live request, keeping what was generated."""
-        for stream in list(self._live.values()):
-            self._cancel(stream, reason)
-
-    async def save_answers(self) -> None:
-        """Leave the other finished answers for the next daemon: of those who detach, or have not received the end."""
-        if self._spool is None or self._engine is None:
-            return
-        kept = []
-        for stream in [*self._live.values(), *self._retained]:
-            wants_it = stream.chat.on_disconnect == "detach" or not stream.is_exhausted
-            if stream.is_finished and stream.saved is None and wants_it:
-                stream.take()  # numbered, it is replayed
-                kept.append(self._record_of(stream))
-        await asyncio.to_thread(self._spool.save, kept)
 
     async def close(self, flush_s: float) -> None:
         """Stop accepting, let buffered replies go out for at most `flush_s`, close."""
@@ -209,13 +179,7 @@ class Server:
         self._metrics.connections.set(len(self._connections))
         self._hangups.remove(connection)
         for stream in connection.streams.values():
-            stream.connection = None
-            if stream.is_finished:
-                self._retain(stream)
-            elif stream.chat.on_disconnect == "cancel":
-                self._cancel(stream, "interrupted")
-            else:
-                self._expire_later(stream)
+            self.shelf.unread(stream)
         connection.streams.clear()
         self._connection_gone.set()
         self._connection_gone.clear()
@@ -226,7 +190,7 @@ class Server:
         self.reached("write_stall_s")
         for stream in list(connection.streams.values()):
             if stream.chat.on_disconnect == "cancel":
-                self._end(stream, base.Failed(error))
+                self.shelf.end(stream, base.Failed(error))
                 connection.write_pending(stream, even_paused=True)
 
     def count_error(self, error: ServiceError) -> None:
@@ -247,9 +211,7 @@ class Server:
         connection.recent_chats[stream.id] = stream.chat
         while len(connection.recent_chats) > MAX_RECENT_CHATS:
             connection.recent_chats.pop(next(iter(connection.recent_chats)))
-        stream.connection = None
-        self._ledger.settle(stream.resume_token)
-        self._retain(stream)
+        self.shelf.delivered(stream)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -274,7 +236,7 @@ class Server:
             self.count_error(error)
             id = request.new_id if isinstance(request, Edit) else getattr(request, "id", None)
             if isinstance(request, Chat | Edit):
-                self._ledger.refuse(str(id), Who(connection.uid, connection.pid), error)
+                self._ledger.refuse(str(id), who(connection), error)
             # NOTE: a live request's id on this error would read as that request's end.
             connection.write(Error.of(error, id=None if id in connection.streams else id))
 
@@ -290,26 +252,12 @@ class Server:
         )  # fmt: skip
 
     def _chat(self, connection: Connection, chat: Chat) -> None:
-        self._ready_engine()
+        engine = self._ready_engine()
         self._check_new_id(connection, chat.id)
         self._check_wishes(chat)
         stream = Stream(chat, uid=connection.uid, resume_token=secrets.token_urlsafe(18))
-        self._submit(connection, stream, None)
+        self.shelf.submit(engine, stream, who(connection), (connection.uid, connection.number))
         self._attach(connection, stream)
-
-    def _submit(self, connection: Connection, stream: Stream, saved: base.Saved | None) -> None:
-        """Hand a request to the engine. Raises what the engine raises; then nothing has happened."""
-        chat = stream.chat
-        # The stream has no connection yet, so nothing is written before the request is known to be in.
-        stream.key = self._ready_engine().submit(
-            chat, owner=(connection.uid, connection.number), sink=partial(self._on_event, stream), saved=saved
-        )
-        who = Who(connection.uid, connection.pid)
-        self._ledger.open(stream.resume_token, chat, who, stream.key, stream.num_delivered_tokens)
-        self._live[stream.resume_token] = stream
-        self._idle.clear()
-        left_s = max(0.0, chat.deadline_s - (saved.spent_s if saved is not None else 0.0))
-        stream.deadline_timer = self._loop.call_later(left_s, self._cancel, stream, "deadline")
 
     def _check_wishes(self, chat: Chat) -> None:
         """Refuse what the operator does not allow."""
@@ -326,7 +274,7 @@ class Server:
     def _interrupt(self, connection: Connection, request: Interrupt) -> None:
         stream = connection.streams.get(request.id)
         if stream is not None:
-            self._cancel(stream, "interrupted")
+            self.shelf.cancel(stream, "interrupted")
         elif request.id not in connection.recent_chats:
             raise UnknownRequest(f"no live request {request.id!r} on this connection")
 
@@ -339,21 +287,13 @@ class Server:
         if old is not None and not old.has_started and not old.is_finished:
             self._ready_engine()
             self._check_new_id(connection, chat.id)
-            self._cancel(old, "interrupted")  # first: it gives up its own place in the queue
+            self.shelf.cancel(old, "interrupted")  # first: it gives up its own place in the queue
         self._chat(connection, chat)
         if old is not None:
-            self._cancel(old, "interrupted")
+            self.shelf.cancel(old, "interrupted")
 
     def _resume(self, connection: Connection, request: Resume) -> None:
-        stream = self._live.get(request.resume_token) or self._retained.get(request.resume_token)
-        record = self._spool.get(request.resume_token) if stream is None and self._spool is not None else None
-        if record is not None:
-            stream = Stream.restored(
-                record.chat, uid=record.uid, resume_token=record.resume_token, events=record.events,
-                goes_on=record.saved is not None,
-            )  # fmt: skip
-        if stream is None:
-            raise ResumeExpired("nothing to continue under this token: its time is over, or it never was")
+        stream, record = self.shelf.find(request.resume_token)
         if connection.uid != stream.uid:
             raise Forbidden("another user started this request")
         id = request.id or stream.chat.id
@@ -362,134 +302,32 @@ class Server:
         replayed = stream.replay(request.after)
         if not replayed and stream.is_exhausted:
             raise ResumeExpired("the request has ended and all its events were received")
-        if record is not None:
-            self._take_over(connection, stream, record)
+        if record is not None and record.saved is not None:
+            engine = self._ready_engine()
+            self.shelf.check_model(engine, record, record.saved)
+            self.shelf.submit(engine, stream, who(connection), (connection.uid, connection.number), record.saved)
         self._metrics.resumes.inc()
-        self._retained.remove(stream.resume_token)
-        self._live[stream.resume_token] = stream
-        self._idle.clear()
+        self.shelf.take_up(stream, record)
         self._move(stream, connection, id)
         for event in replayed:
             connection.write(replace(event, id=id))
         connection.write_pending(stream)
-
-    def _take_over(self, connection: Connection, stream: Stream, record: Record) -> None:
-        """Go on with an answer of the daemon before; its file goes once the engine has it."""
-        assert self._spool is not None
-        saved = record.saved
-        if saved is not None:
-            engine = self._ready_engine()
-            if record.model != self._model_mark():  # its ids would mean something else
-                raise ResumeExpired("another model has been loaded since")
-            if len(saved.prompt) + len(saved.generated) >= engine.info.context_limit:
-                raise ResumeExpired("the context is shorter than before")
-            self._submit(connection, stream, saved)
-        self._spool.remove(record.resume_token)
-
-    def _model_mark(self) -> str:
-        """What must be the same for an answer to go on."""
-        assert self._engine is not None
-        info = self._engine.info
-        return f"{info.engine} {info.model} {info.family} {info.quantization}"
 
     def _move(self, stream: Stream, connection: Connection, id: str) -> None:
         """From now on this connection reads the stream, under this id."""
         before = stream.connection
         if before is not None:
             before.streams.pop(stream.id, None)
-        if stream.expiry_timer is not None:
-            stream.expiry_timer.cancel()
-            stream.expiry_timer = None
         stream.id = id
         stream.connection = connection
         connection.streams[id] = stream
         if before is not None and before is not connection:
             before.close_when_idle()
 
-    # --- streams ----------------------------------------------------------------------------------------------
-
     def _attach(self, connection: Connection, stream: Stream) -> None:
         stream.connection = connection
         connection.streams[stream.id] = stream
         connection.write_pending(stream)
-
-    def _on_event(self, stream: Stream, event: base.Event) -> None:
-        """The engine's sink. Called once a step and request."""
-        now = self._now()
-        stream.put(event, now)
-        self._ledger.record(stream.resume_token, event)
-        if isinstance(event, base.Finished | base.Failed):
-            if stream.deadline_timer is not None:
-                stream.deadline_timer.cancel()
-        elif (due_at := stream.due_at()) is not None and not stream.is_timed:
-            stream.is_timed = True
-            self._loop.call_later(due_at - now, self._let_go, stream)
-        if stream.saved is not None and self._spool is not None:
-            self._keep(stream, self._spool)
-        self._write(stream)
-
-    def _keep(self, stream: Stream, spool: Spool) -> None:
-        """Leave a drained answer for the next daemon, and only then tell its end: whoever was told can go on.
-
-        NOTE: the one file that the loop writes itself, a few tens of kilobytes into the page cache. A worker would
-        leave time in which the client knows and the file is not there, should the daemon be killed in its drain.
-        """
-        events = stream.take()
-        spool.save([self._record_of(stream)])
-        if stream.connection is not None:
-            for event in events:
-                stream.connection.write(event)
-
-    def _record_of(self, stream: Stream) -> Record:
-        return Record(
-            stream.resume_token, stream.uid, self._model_mark(), self._now(), stream.chat, stream.events, stream.saved
-        )
-
-    def _write(self, stream: Stream) -> None:
-        if stream.connection is not None:
-            stream.connection.write_pending(stream)
-        elif stream.is_finished:
-            self._retain(stream)
-
-    def _let_go(self, stream: Stream) -> None:
-        now = self._now()
-        stream.is_timed = False
-        stream.let_go(now)
-        if (due_at := stream.due_at()) is not None:
-            stream.is_timed = True
-            self._loop.call_later(due_at - now, self._let_go, stream)
-        self._write(stream)
-
-    def _cancel(self, stream: Stream, reason: base.Reason) -> None:
-        if not stream.is_finished and self._engine is not None:
-            self._ledger.cancel(stream.resume_token)
-            self._engine.cancel(stream.key, reason)
-
-    def _end(self, stream: Stream, end: base.Failed) -> None:
-        """End a request from this side; what the engine still says of it is ignored."""
-        if not stream.is_finished:
-            self._cancel(stream, "interrupted")
-            self._on_event(stream, end)
-
-    def _expire_later(self, stream: Stream) -> None:
-        """Nobody reads it: it has this long to be taken up again."""
-        if stream.expiry_timer is not None:
-            stream.expiry_timer.cancel()
-        stream.expiry_timer = self._loop.call_later(self.limits.resume_s, self._expire, stream)
-
-    def _expire(self, stream: Stream) -> None:
-        self._retained.remove(stream.resume_token)
-        self._cancel(stream, "interrupted")
-
-    def _retain(self, stream: Stream) -> None:
-        """A finished request is no longer live, but can be fetched for a while."""
-        if self._live.pop(stream.resume_token, None) is None:
-            return
-        self._retained.add(stream)
-        self._expire_later(stream)
-        self._loop.call_later(self.limits.resume_s, self._ledger.settle, stream.resume_token)
-        if not self._live:
-            self._idle.set()
 
     def _ready_engine(self) -> base.Engine:
         if self.phase == "draining":
@@ -505,3 +343,7 @@ class Server:
         if len(connection.streams) >= limit:
             self.reached("max_requests_per_connection")
             raise Busy(f"this connection has {limit} live requests already", retry_after_s=1.0)
+
+
+def who(connection: Connection) -> Who:
+    return Who(connection.uid, connection.pid)

@@ -41,9 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.connection": {"service.protocol", "service.server", "service.streams"},
     "service.server": {
         "service", "service.protocol", "service.engine.base", "service.streams", "service.metrics",
-        "service.ledger", "service.connection", "service.hangup", "service.spool",
+        "service.ledger", "service.connection", "service.hangup", "service.spool", "service.shelf",
     },
     "service.spool": {"service.protocol", "service.engine.base", "service.streams"},
+    "service.shelf": {
+        "service.protocol", "service.engine.base", "service.ledger", "service.spool", "service.streams",
+    },
     "service.guard": {"service.server", "service.socketfile"},
     "service.hangup": {"service.connection"},
     "service.engine": set(),
@@ -69,6 +72,7 @@ TESTED_ELSEWHERE = {
     "service/daemon": "test_daemon",
     "service/connection": "test_server",
     "service/hangup": "test_server",
+    "service/shelf": "test_server",
     "service/guard": "faults/test_place",
     "service/lifeline": "test_supervisor",
     "service/engine/base": "test_server",

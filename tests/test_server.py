@@ -45,7 +45,7 @@ def serve(tmp_path: Path, scenario: Scenario, runner: ToyRunner | None = None, *
         async with toy_service(tmp_path, runner, **options) as service:
             await scenario(service)
             await until(lambda: service.engine.num_running == service.engine.num_queued == 0)
-            assert not service.server._live and not service.runner.open_slots
+            assert not service.server.shelf.live and not service.runner.open_slots
 
     asyncio.run(main())
 
@@ -230,7 +230,7 @@ def test_a_finished_answer_expires_after_its_window(tmp_path: Path) -> None:
         async with await AsyncClient.connect(service.path) as client:
             answer = client.chat("你好")
             await answer.text()
-            await until(lambda: len(service.server._retained) == 0)
+            await until(lambda: len(service.server.shelf.retained) == 0)
             with pytest.raises(ResumeExpired):
                 await client.resume(answer.mailbox.resume_token).text()
 
@@ -432,10 +432,10 @@ def test_drain_refuses_new_work_tells_everyone_and_lets_answers_finish(tmp_path:
                 await client.chat("y").text()
             assert client.session.drain_notice is not None and client.session.drain_notice.deadline_s == 7.0
             assert (await client.health()).phase == "draining"
-            assert not await service.server.wait_idle(0.01)
+            assert not await service.server.shelf.wait_idle(0.01)
             gate.set()
             assert (await collect(answer))[-1].reason == "length"  # type: ignore[union-attr]
-            assert await service.server.wait_idle(5)
+            assert await service.server.shelf.wait_idle(5)
 
     serve(tmp_path, scenario, gated(gate))
 
@@ -449,7 +449,7 @@ def test_what_drain_has_to_end_is_told_drained_with_what_was_generated(tmp_path:
                 events.append(event)
                 if isinstance(event, Delta) and service.server.phase == "ready":
                     service.server.begin_drain(0.0)
-                    service.server.end_all("drained")
+                    service.server.shelf.end_all("drained")
             done = events[-1]
             assert isinstance(done, Done) and done.reason == "drained"
             assert done.usage.completion_tokens == sum(e.tokens for e in events if isinstance(e, Delta)) > 0

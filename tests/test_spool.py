@@ -186,9 +186,9 @@ def new_spool(tmp_path: Path) -> Spool:
 
 async def drain(service: Service) -> None:
     service.server.begin_drain(0.0)
-    service.server.end_all("drained")
-    assert await service.server.wait_idle(5)
-    await service.server.save_answers()
+    service.server.shelf.end_all("drained")
+    assert await service.server.shelf.wait_idle(5)
+    await service.server.shelf.save_answers()
 
 
 def text_of(events: list[Event]) -> str:
@@ -256,7 +256,7 @@ def test_numbers_have_no_gap_and_nobody_sees_the_first_daemons_end_twice(tmp_pat
                 with pytest.raises(BadRequest):
                     await client.resume(answer.mailbox.resume_token, after=10_000).text()
                 await client.resume(answer.mailbox.resume_token, after=0).text()
-            (stream,) = service.server._retained
+            (stream,) = service.server.shelf.retained
             stream_events = list(stream.events)
         assert [event.seq for event in stream_events] == list(range(1, len(stream_events) + 1))
         assert [type(event) for event in stream_events if isinstance(event, Done)] == [Done]
