@@ -104,7 +104,7 @@ HOSTILE = {
     "infinity by overflow": ((CHAT % '"deadline_s":1e999').encode(), "bad_request"),
     "nested 50,000 deep": (b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}", "bad_frame"),
     "nested 50,000 deep, objects": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "bad_frame"),
-    "lone surrogate": (b'{"type":"chat","id":"a","prompt":"\ud800"}', "bad_request"),
+    "lone surrogate": (b'{"type":"chat","id":"a","prompt":"\\ud800"}', "bad_request"),
     "an integer of 5,000 digits": ((CHAT % ('"params":{"seed":%s}' % ("9" * 5000))).encode(), "bad_frame"),
     "an integer of 40 digits": ((CHAT % ('"params":{"seed":%s}' % ("9" * 40))).encode(), "bad_request"),
     "the same key twice": (b'{"type":"health","type":"stats"}', "bad_frame"),
