@@ -243,7 +243,7 @@ def load(settings: Settings, progress: Callable[[float], None]) -> Loaded:
     model = load_model(
         path, family=settings.family, quantization=settings.quantization, dtype=settings.dtype, device=settings.device,
         num_slots=settings.max_batch_size, max_context=settings.max_context or None,
-        kv_memory=settings.kv_memory or None,
+        kv_memory=settings.kv_memory or None, keeps_quantized=settings.quantized_cache == "on",
         progress=lambda done: progress(WEIGHTS_BEGIN + (WEIGHTS_END - WEIGHTS_BEGIN) * done),
     )  # fmt: skip
     runner = TorchRunner(model)

@@ -6,6 +6,8 @@ Knows formats and files; no layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from service.models.head import Embedding, FileEmbedding, Head, LinearHead, RefinedHead, make_embedding
@@ -26,14 +28,15 @@ class Matrices:
             kind = "tiles" if form.device.type == "cpu" and TiledNf4Linear.has_kernel() else form.device.type
             self._cache = QuantizedCache(files.folder, files.paths, f"{kind}-{str(form.dtype).removeprefix('torch.')}")
 
-    def linear(self, name: str, rows: Tensor | None = None) -> Linear:
+    def linear(self, name: str, rows: Tensor | None = None, *, form: LinearFormat | None = None) -> Linear:
         """The matrix `name`; with `rows`, its rows in that order, which must be the same at every start."""
+        form = form or self.form
         kept = self._cache.find(name) if self._cache is not None else None
         if kept is not None:
-            made: Linear = self.form.restore(kept)
+            made: Linear = form.restore(kept)
         else:
             weight = self.files.fetch(name)
-            made = self.form.make(weight if rows is None else weight[rows])
+            made = form.make(weight if rows is None else weight[rows])
         if self._cache is not None and isinstance(made, Nf4Linear | TiledNf4Linear):
             self._cache.add(name, made.parts(), is_new=kept is None)
         return made
@@ -48,7 +51,8 @@ class Matrices:
         return make_embedding(self.files.fetch(name), self.form)
 
     def head(self, name: str) -> Head:
-        head, place = LinearHead(self.linear(name), self.form.dtype), self.files.find(name)
+        few_rows = replace(self.form, keeps_dense=False)  # a prompt needs the last row's logits only
+        head, place = LinearHead(self.linear(name, form=few_rows), self.form.dtype), self.files.find(name)
         return RefinedHead(head, FileEmbedding(place)) if place is not None and self._leaves_tables_on_file else head
 
     def finish(self) -> None:
