@@ -7,17 +7,17 @@ Letters: M rows of activations, K inputs, N outputs, T = N / 32 tiles, B = K / 6
 
 The tiles are quantised straight from the checkpoint's matrix, a few rows at a time: a code table of 256 entries with
 each NF4 value 16 times makes the 8-bit quantiser of bitsandbytes give the NF4 index in the upper half of a byte.
-Measured here for 67 M weights (2 threads, a busy machine): 0.28 s, against 1.6 s of `quantize_4bit` and 0.27 s of its
-repacking, and no int32 copies of the matrix. Scales are kept in bf16, as the kernel wants them: doubly quantised ones
-would be rounded twice and be no smaller in memory.
+Measured here for 67 M weights (2 threads): 0.3 s, against 1.6 s of `quantize_4bit` and 0.27 s of its repacking, and no
+int32 copies of the matrix. Scales are kept in bf16, as the kernel wants them: doubly quantised ones would be rounded
+twice and be no smaller in memory.
 
 Many rows unpack the tiles a few at a time, into a buffer that stays in the cache, and run one GEMM on each. Measured
-for 4096 x 4096, ms for M rows, one thread beside other programs:
+for 16384 x 4096 with 2 threads beside other programs (alone it takes half of that), ms for M rows:
 
-    M                                16     64     128    512
-    4-bit kernel                     9      41     67     248
-    unpack 32 tiles + bf16 GEMM      43     40     39     54
-    unpack everything + bf16 GEMM    52     72     58     52
+    M                                1      16     48     64     128    512
+    4-bit kernel                     12     50     135    177    365    1501
+    unpack 32 tiles + bf16 GEMM      196    204    217    220    327    343
+    bf16 GEMM alone                  24     25     36     36     68     141
 """
 
 from __future__ import annotations
