@@ -13,6 +13,13 @@ of all logits, and the largest over the best 32:
     two stages: int8pack, then the best 64 in float32          5.4 ms   1.47 %   0.00 %
 
 A bf16 logit near 20 has steps of 0.125, which alone makes ties at the top: the second stage removes them.
+
+A 16-bit table (ChatGLM: 1.1 GB) stays in its file: a token needs one row of it, and the rows of its best few logits.
+Measured for V = 130528, H = 1024, random weights and hidden states that favour no token, some, or few:
+
+                            same best token     divergence in nats
+    NF4                     75 %, 84 %, 97 %    0.068, 0.070, 0.015
+    NF4, 64 from the file   100 % in all three  0.009, 0.008, 0.0001
 """
 
 from __future__ import annotations

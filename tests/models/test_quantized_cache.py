@@ -15,8 +15,9 @@ from service.models import quantized_cache
 from service.models.nf4 import TiledNf4Linear
 from service.models.quantized_cache import QuantizedCache
 from service.models.tensor_files import FileTensor, TensorFiles
+from tests.models.chatglm1_reference import write_random
 from tests.models.conftest import Load
-from tests.models.test_chatglm1 import PROMPTS, write_random
+from tests.models.test_chatglm1 import PROMPTS
 from tests.models.test_decoder import prefill
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # bitsandbytes' own, while it is imported
