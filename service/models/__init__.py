@@ -26,6 +26,9 @@ __all__ = ["DEFAULT_MODEL", "LoadedModel", "ModelError", "choose_model", "find_c
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # Up to this size a packed model also keeps its matrices in bf16: prefill then needs no unpacking.
 MAX_DENSE_COPY_BYTES = 2 * 1024**3
+# What all KV slots take together at most, and a slot's tokens at least, with neither --max-context nor --kv-memory.
+DEFAULT_KV_BYTES = 4 * 1024**3
+DEFAULT_CONTEXT = 2048
 MIN_CONTEXT = 256  # tokens; less is no conversation
 
 
@@ -97,6 +100,11 @@ def load_model(
     )  # fmt: skip
 
 
+def unasked_context(context_limit: int, num_slots: int, token_bytes: int) -> int:
+    """Tokens of a slot when nobody chose: a model of 128k must not take the whole machine."""
+    return min(context_limit, max(DEFAULT_KV_BYTES // (num_slots * token_bytes), DEFAULT_CONTEXT))
+
+
 def _is_model(path: Path) -> bool:
     return path.suffix == ".gguf" or (path / "config.json").exists() or any(path.glob("*.gguf"))
 
@@ -138,9 +146,11 @@ def _choose_format(quantization: str, dtype: str, place: torch.device, config: S
 def _choose_context(
     config: Shape, dtype: torch.dtype, num_slots: int, max_context: int | None, kv_memory: int | None
 ) -> int:
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     context = min(config.context_limit, max_context or config.context_limit)
+    if max_context is None and kv_memory is None:
+        context = unasked_context(config.context_limit, num_slots, token_bytes)
     if kv_memory is not None:
-        token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
         context = min(context, kv_memory // (num_slots * token_bytes))
         if context < MIN_CONTEXT:
             raise ModelError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.models import find_checkpoint
+from service.models import find_checkpoint, unasked_context
 from service.models.errors import ModelError
 from service.models.tokenizer_files import find_file
 
@@ -42,6 +42,8 @@ class Survey:
         else:
             weights = self.file_bytes * (1.0 if quantization == "none" else PACKED_SHARE)
         context = min(self.context_limit, max_context or self.context_limit)
+        if not max_context and not kv_memory:
+            context = unasked_context(self.context_limit, num_slots, self.token_bytes)
         kv = num_slots * context * self.token_bytes
         return int(weights) + (min(kv, kv_memory) if kv_memory else kv)
 

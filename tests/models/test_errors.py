@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from service.models import DEFAULT_MODEL, MIN_CONTEXT, ModelError, choose_model
+from service.models import (
+    DEFAULT_CONTEXT,
+    DEFAULT_KV_BYTES,
+    DEFAULT_MODEL,
+    MIN_CONTEXT,
+    ModelError,
+    choose_model,
+    unasked_context,
+)
 from tests.models.conftest import Load, MakeFolder
 
 
@@ -58,3 +66,9 @@ def test_kv_memory_shortens_the_context_and_says_when_it_is_too_little(make_fold
         ModelError, match=f"fewer than {MIN_CONTEXT}: raise it to {4 * MIN_CONTEXT * token_bytes} bytes"
     ):
         load(folder, **options, kv_memory=4 * 100 * token_bytes)
+
+
+def test_a_model_of_long_context_does_not_take_the_machine_unasked() -> None:
+    assert unasked_context(131_072, 3, 40 * 1024) == DEFAULT_KV_BYTES // (3 * 40 * 1024) < 131_072
+    assert unasked_context(8192, 3, 28 * 1024) == 8192
+    assert unasked_context(131_072, 1_000_000, 40 * 1024) == DEFAULT_CONTEXT
