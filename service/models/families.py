@@ -6,7 +6,6 @@ asks for a family's name. Imports torch: `service.models` imports it late.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from service.models.linear import LinearFormat
 from service.models.matrices import Matrices
 from service.models.tensor_files import TensorFiles
 from service.models.tokenizer_files import read_config as read_tokenizer_config
+from service.models.tokenizer_files import read_json
 from service.protocol import Message, Params
 from service.text import TextDecoder
 
@@ -123,17 +123,6 @@ def open_checkpoint(path: Path, family: str, *, keeps_quantized: bool) -> Opened
     if chosen == "chatglm":
         return _open_chatglm1(path, config, keeps_quantized)
     return _open_chatglm2(path, config, chosen, keeps_quantized)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises `ModelError` when it is not there or no JSON object."""
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path} ({error}): copy the checkpoint again") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} is not a JSON object: copy the checkpoint again")
-    return values
 
 
 def _recognise(path: Path, config: dict[str, Any]) -> str:

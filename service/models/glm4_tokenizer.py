@@ -22,7 +22,7 @@ from tiktoken import Encoding
 
 from service.models.errors import ModelError
 from service.models.postprocess import chatglm3_response
-from service.models.template import ChatTemplate, Control
+from service.models.template import ChatTemplate, Control, find_template
 from service.models.text_decoder import Transformed
 from service.models.tokenizer_files import find_file, read_config
 from service.protocol import Message
@@ -111,11 +111,8 @@ def _control_ids(folder: Path, config: dict[str, Any]) -> dict[str, int]:
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    beside = folder / "chat_template.jinja"
-    source = beside.read_text("utf-8") if beside.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if isinstance(source, str):
+    source = find_template(folder, config)
+    if source is not None:
         return source
     log.warning("%s has no chat template (a base model?): the family's usual layout is used", folder)
     return _TEMPLATE

@@ -12,7 +12,7 @@ from typing import Any
 
 from service.models import find_checkpoint, unasked_context
 from service.models.errors import ModelError
-from service.models.tokenizer_files import find_file
+from service.models.tokenizer_files import find_file, read_json
 
 KV_BYTES = 2  # of one number in a KV slot: bfloat16 or float16
 # Bytes in memory for each byte of a 16-bit checkpoint: 4-bit codes and scales, with the ends of the model in 8 bits.
@@ -58,7 +58,7 @@ def survey(path: Path) -> Survey:
     for file in files:
         if file.suffix == ".safetensors":
             _check_safetensors(file)
-    token_bytes, context_limit = _kv_sizes(_read_json(checkpoint / "config.json"))
+    token_bytes, context_limit = _kv_sizes(read_json(checkpoint / "config.json"))
     num_bytes = sum(file.stat().st_size for file in files)
     return Survey(checkpoint, len(files), num_bytes, False, token_bytes, context_limit)
 
@@ -96,7 +96,7 @@ def _weight_names(folder: Path) -> list[str]:
         ("model.safetensors.index.json", "*.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model*.bin"),
     ):  # fmt: skip
         if (folder / index).exists():
-            shards = _read_json(folder / index).get("weight_map", {})
+            shards = read_json(folder / index).get("weight_map", {})
             names = sorted(set(shards.values())) if isinstance(shards, dict) else []
             if missing := [name for name in names if not (folder / name).exists()]:
                 raise ModelError(f"{folder} lacks {len(missing)} of {len(names)} shards, first {missing[0]}: copy it")
@@ -121,13 +121,3 @@ def _check_safetensors(path: Path) -> None:
     wanted = 8 + header_bytes + max(ends, default=0)
     if size != wanted:
         raise ModelError(f"{path} has {size:,} bytes instead of {wanted:,}: copy it again")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path} ({error}): copy the checkpoint again") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} is not a JSON object: copy the checkpoint again")
-    return values

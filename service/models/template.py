@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -92,6 +93,15 @@ class ChatTemplate:
             return " ? " not in self._run(["user"], [" ? "])
         except BadRequest as error:
             raise ModelError(f"{error.message}: fix tokenizer_config.json") from None
+
+
+def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """From chat_template.jinja (transformers 5 writes it there) or tokenizer_config.json; None where there is none."""
+    beside = folder / "chat_template.jinja"
+    source = beside.read_text("utf-8") if beside.exists() else config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    return source if isinstance(source, str) else None
 
 
 def _append(pieces: list[Piece], text: str) -> None:

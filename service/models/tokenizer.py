@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from service.models.errors import ModelError
-from service.models.template import ChatTemplate, Control
+from service.models.template import ChatTemplate, Control, find_template
 from service.protocol import Message
 from service.text import BytesDecoder, TextDecoder
 
@@ -111,12 +111,8 @@ def _token_text(token: str | dict[str, Any]) -> str:
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    """From chat_template.jinja (transformers 5 writes it there) or tokenizer_config.json."""
-    beside = folder / "chat_template.jinja"
-    source = beside.read_text("utf-8") if beside.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not isinstance(source, str):
+    source = find_template(folder, config)
+    if source is None:
         raise ModelError(f"{folder} has no chat template: use a model made for chat")
     return source
 

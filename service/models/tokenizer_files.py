@@ -1,4 +1,4 @@
-"""The files that a tokenizer is made of, found in a checkpoint folder; a file that cannot be one says what to do.
+"""A checkpoint folder's small files, its tokenizer's above all; a file that cannot be one says what to do.
 
 Any thread. Knows no formats beyond JSON; nothing here is kept.
 """
@@ -24,6 +24,17 @@ def find_file(folder: Path, name: str) -> Path:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull' in {folder}")
     return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises `ModelError` when it is not there or no JSON object."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path} ({error}): copy the checkpoint again") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} is not a JSON object: copy the checkpoint again")
+    return values
 
 
 def read_config(folder: Path) -> dict[str, Any]:
