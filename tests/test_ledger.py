@@ -167,15 +167,21 @@ def test_over_a_socket_each_request_leaves_one_record(tmp_path: Path) -> None:
     """Delivered, refused, and abandoned with text on its way: through the real server."""
     records = Records()
     gate = threading.Event()
+    gate.set()
+    num_decodes = 0
 
     def wait(call: str, slot: int) -> None:
+        """Shut after some steps of the second request, so that it cannot end before the others have come."""
+        nonlocal num_decodes
+        num_decodes += call == "decode"
+        if call == "decode" and num_decodes == 10:
+            gate.clear()
         assert gate.wait(10)
 
     async def main() -> None:
         runner = ToyRunner(1, end_one_in=0, fault=wait)
         async with toy_service(tmp_path, runner, limits=Limits(resume_s=0.05), max_queue=1) as service:
             service.server._ledger._audit = records
-            gate.set()
             async with await AsyncClient.connect(service.path) as client:
                 events = [event async for event in client.chat("hi", id="whole", max_new_tokens=4)]
                 assert isinstance(events[0], Accepted)
@@ -183,11 +189,11 @@ def test_over_a_socket_each_request_leaves_one_record(tmp_path: Path) -> None:
                 async for event in gone:
                     if isinstance(event, Delta):
                         break
-                gate.clear()
                 waiting = client.chat("hi", id="waiting")
                 assert isinstance(await anext(aiter(waiting)), Accepted)
                 with pytest.raises(Busy):
                     await client.chat("hi", id="refused").text()
+            await until(lambda: num_decodes == 10)
             gate.set()
             await until(lambda: len(records) == 4)
             samples, _ = service.server._metrics.snapshot()
