@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self.number = number
         self.uid = -1
         self.pid = -1
-        self.is_closing = False
+        self._is_closing = False
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # set by connection_made
         self._decoder = RequestDecoder()
         self._is_paused = False
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closing = True
+        self._is_closing = True
         self._set_stall_timer(False)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -127,6 +127,11 @@ class Connection(asyncio.Protocol):
         self._handle_requests()
 
     # --- the server's calls ----------------------------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        """Nothing more is written: it is said to be lost, was closed, or a write found the peer gone just now."""
+        return self._is_closing or self._transport.is_closing()
 
     @property
     def fileno(self) -> int:
@@ -162,8 +167,8 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Write what is buffered, then close; a peer that does not read is dropped after the stall limit."""
-        if not self.is_closing:
-            self.is_closing = True
+        if not self._is_closing:
+            self._is_closing = True
             self._transport.close()
             self._loop.call_later(self._server.limits.write_stall_s, self._transport.abort)
 

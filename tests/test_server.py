@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -189,6 +190,32 @@ def test_a_vanished_client_ends_its_work_while_running_and_while_queued(tmp_path
         await until(lambda: service.engine.num_running == 0)
 
     serve(tmp_path, scenario, gated(gate, 1))
+
+
+def test_nothing_more_is_written_once_a_write_found_the_peer_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    num_decodes = 0
+
+    def wait(call: str, slot: int) -> None:
+        nonlocal num_decodes
+        num_decodes += call == "decode"
+        assert gate.wait(10)
+
+    async def scenario(service: Service) -> None:
+        client = await AsyncClient.connect(service.path)
+        client.chat("x", max_new_tokens=200)
+        await until(lambda: service.engine.num_running == 1)
+        client._writer.transport.abort()
+        await asyncio.sleep(0)
+        gate.set()
+        while num_decodes < 100:  # the loop is held up: what was decoded meanwhile is all written in one turn of it
+            time.sleep(0.001)
+
+    with caplog.at_level(logging.WARNING, "asyncio"):
+        serve(tmp_path, scenario, ToyRunner(1, end_one_in=0, fault=wait))
+    assert "socket.send()" not in caplog.text
 
 
 def test_a_second_connection_may_resume_exactly_where_the_first_was_cut(tmp_path: Path) -> None:
