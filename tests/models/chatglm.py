@@ -62,10 +62,16 @@ class Trimmed:
 
 def trimmed(family: str, folder: Path, num_layers: int, layout: str = "safetensors") -> Trimmed:
     stored = load_file(DATA / family / "trimmed.safetensors")
-    is_v1 = family == "chatglm-6b"
     config = write_config(folder, family, num_layers=num_layers)
+    write_weights(folder, trimmed_tensors(family, stored, config), layout)
+    return Trimmed(folder, stored["golden.ids"].tolist(), list(stored["golden.hidden"][: num_layers + 1]))
+
+
+def trimmed_tensors(family: str, stored: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """A checkpoint's tensors, made of the stored ones: rows of the embedding that are not stored are 0."""
+    is_v1 = family == "chatglm-6b"
     vocabulary = config["vocab_size" if is_v1 else "padded_vocab_size"]
-    width = config["hidden_size"]
+    width, num_layers = config["hidden_size"], config["num_layers"]
     embedding = torch.zeros(vocabulary, width, dtype=stored["embedding.rows"].dtype)
     embedding[stored["embedding.ids"]] = stored["embedding.rows"]
     head = torch.eye(vocabulary, width)
@@ -80,8 +86,7 @@ def trimmed(family: str, folder: Path, num_layers: int, layout: str = "safetenso
     else:
         tensors["transformer.embedding.word_embeddings.weight"] = embedding
         tensors |= {"transformer.output_layer.weight": head, "transformer.rotary_pos_emb.inv_freq": torch.ones(3)}
-    write_weights(folder, tensors, layout)
-    return Trimmed(folder, stored["golden.ids"].tolist(), list(stored["golden.hidden"][: num_layers + 1]))
+    return tensors
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:

@@ -41,13 +41,13 @@ class Golden:
 def golden(family: str, source: str, tmp_path: Path) -> Golden:
     """`source`: "own" = the trimmed copy, the others are optional. Skips the test when they are not here."""
     if source == "own":
-        return Golden(DATA / family / "checkpoint", _read(DATA / family / "text.json"))
+        return Golden(DATA / family / "checkpoint", read_json(DATA / family / "text.json"))
     if not OPTIONAL.is_dir():
         pytest.skip(f"no optional golden data in {OPTIONAL}: set CHATGLM_GOLDEN")
     if source == "stand-in":
-        return Golden(OPTIONAL / family / "checkpoint", _read(OPTIONAL / family / "golden.json"))
+        return Golden(OPTIONAL / family / "checkpoint", read_json(OPTIONAL / family / "golden.json"))
     return Golden(
-        _published_checkpoint(family, tmp_path), _read(OPTIONAL / "real-tokenizers" / f"{family}.golden.json")
+        _published_checkpoint(family, tmp_path), read_json(OPTIONAL / "real-tokenizers" / f"{family}.golden.json")
     )
 
 
@@ -63,7 +63,7 @@ def _published_checkpoint(family: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return content
 
@@ -80,6 +80,44 @@ def messages_of(conversation: dict[str, Any]) -> list[Message]:
 def chat_responses(case: Golden, name: str) -> list[str]:
     """What the original's chat() answered to this conversation in at most 12 tokens; nothing if it was not asked."""
     return [one["chat_greedy12_response"] for one in case.data["conversations"] if one["name"] == name]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation, and what the original answers greedily in so many tokens."""
+
+    name: str
+    messages: tuple[Message, ...]
+    max_new_tokens: int
+    text: str
+
+
+def asked(family: str, data: dict[str, Any]) -> list[Asked]:
+    """The conversations whose greedy ids, or whose chat()'s answer, the original left."""
+    conversations = {one["name"]: one for one in data["conversations"]}
+    found = [
+        Asked(
+            one["name"], tuple(messages_of(conversations[one["name"]])), len(one["generated_ids"]),
+            _text_of(data, one),
+        )
+        for one in data["generations"]
+        if one["name"] in conversations
+    ]  # fmt: skip
+    size = 11 if family == "chatglm3-6b" else 12  # ChatGLM3's chat() drops the last token
+    for one in conversations.values():
+        if "chat_greedy12_response" in one and one["name"] not in ("injection", *(case.name for case in found)):
+            found.append(Asked(one["name"], tuple(messages_of(one)), size, one["chat_greedy12_response"]))
+    return found
+
+
+def _text_of(data: dict[str, Any], generation: dict[str, Any]) -> str:
+    """Without the control tokens that ChatGLM3's decoder spells out."""
+    if set(generation["generated_ids"]) <= set(data.get("stop_ids", ())):
+        return ""
+    text: str = generation.get("processed") or generation.get("decoded_skip_special") or generation["decoded"]
+    for control in ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"):
+        text = text.replace(control, "")
+    return text
 
 
 def is_injection(text: str) -> bool:

@@ -27,6 +27,7 @@ from tests.models.chatglm import (
     write_weights,
 )
 from tests.models.conftest import Load, reference_logits
+from tests.models.glm_reference import as_published, glm
 from tests.models.golden import DATA
 from tests.models.test_decoder import decode, prefill
 
@@ -96,55 +97,18 @@ def test_what_the_original_did_in_a_padded_batch_comes_out_in_slots(name: str, l
 
 def make_glm(folder: Path, name: str, seed: int, layout: str, spread: float = 0.15, **changes: Any) -> Any:
     """transformers' GLM with random weights, written to `folder` as a checkpoint of the family."""
-    from transformers import GlmConfig, GlmForCausalLM
-
     sizes = {
         "hidden_size": 72, "num_layers": 3, "num_attention_heads": 8, "kv_channels": 12, "ffn_hidden_size": 100,
         "multi_query_group_num": 2,
     }  # fmt: skip
     config = write_config(folder, name, **(sizes | changes))
     torch.manual_seed(seed)
-    glm_config = GlmConfig(
-        vocab_size=config["padded_vocab_size"], hidden_size=config["hidden_size"],
-        intermediate_size=config["ffn_hidden_size"], num_hidden_layers=config["num_layers"],
-        num_attention_heads=config["num_attention_heads"], num_key_value_heads=config["multi_query_group_num"],
-        head_dim=config["kv_channels"], attention_bias=True, rms_norm_eps=config["layernorm_epsilon"],
-        max_position_embeddings=config["seq_length"], tie_word_embeddings=False, initializer_range=spread,
-        pad_token_id=0, eos_token_id=2, rope_parameters=rope_parameters(name, config),
-    )  # fmt: skip
-    model = GlmForCausalLM(glm_config).eval()
+    model = glm(name, config, spread)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name or "bias" in parameter_name:  # they start as 1 and 0, which hides what is left out
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    state = model.state_dict()
-    tensors = {
-        "transformer.embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "transformer.encoder.final_layernorm.weight": state["model.norm.weight"],
-        "transformer.output_layer.weight": state["lm_head.weight"],
-        "transformer.rotary_pos_emb.inv_freq": torch.ones(3),
-    }
-    for index in range(config["num_layers"]):
-        ours, theirs = f"transformer.encoder.layers.{index}.", f"model.layers.{index}."
-        for part in ("weight", "bias"):
-            heads = [state[f"{theirs}self_attn.{which}_proj.{part}"] for which in "qkv"]
-            tensors[f"{ours}self_attention.query_key_value.{part}"] = torch.cat(heads)
-        for our, their in (
-            ("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_attention_layernorm"),
-            ("self_attention.dense", "self_attn.o_proj"), ("mlp.dense_h_to_4h", "mlp.gate_up_proj"),
-            ("mlp.dense_4h_to_h", "mlp.down_proj"),
-        ):  # fmt: skip
-            tensors[f"{ours}{our}.weight"] = state[f"{theirs}{their}.weight"]
-    write_weights(folder, tensors, layout)
+    write_weights(folder, as_published(model.state_dict(), config["num_layers"]), layout)
     return model
-
-
-def rope_parameters(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What rope_ratio means in each family, in transformers' words."""
-    ratio = config.get("rope_ratio", 1)
-    shared = {"partial_rotary_factor": 0.5}
-    if name == "chatglm2-6b" and ratio != 1:
-        return {**shared, "rope_type": "linear", "rope_theta": 10000.0, "factor": float(ratio)}
-    return {**shared, "rope_type": "default", "rope_theta": 10000.0 * ratio}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from service.protocol import Chat
 from service.settings import FAMILIES as SETTABLE
 from tests.models.chatglm import FAMILIES, LAYOUTS, optional, trimmed, with_config
 from tests.models.conftest import Load
-from tests.models.golden import messages_of
+from tests.models.golden import Asked, asked
 
 EXACT = {"quantization": "none", "dtype": "float32"}
 
@@ -151,34 +151,20 @@ async def answers(model: LoadedModel, chats: list[Chat]) -> list[str]:
     return texts
 
 
-def golden_chats(name: str, data: dict[str, Any]) -> list[tuple[Chat, str]]:
-    """Conversations with the original's greedy text, without the control tokens that ChatGLM3's decoder spells out."""
-    conversations = {one["name"]: one for one in data["conversations"]}
-    found = []
-    for case in data["generations"]:
-        stops = {data["special_ids"].get("<eop>")} if name == "chatglm-6b" else set(data["stop_ids"])
-        ids = [id for id in case["generated_ids"] if id not in stops]
-        count = len(case["generated_ids"])
-        if case["name"] not in conversations:
-            continue
-        messages = tuple(messages_of(conversations[case["name"]]))
-        params = {"temperature": 0, "max_new_tokens": count, "repetition_penalty": 1}
-        text = case.get("processed") or case.get("decoded_skip_special") or case["decoded"]
-        for control in ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"):
-            text = text.replace(control, "")
-        found.append((Chat(id=case["name"], messages=messages, params=params), text if ids else ""))
-    return found
+def as_chat(case: Asked) -> Chat:
+    params = {"temperature": 0, "max_new_tokens": case.max_new_tokens, "repetition_penalty": 1}
+    return Chat(id=case.name, messages=case.messages, params=params)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_engine_answers_as_the_original_alone_and_five_at_once(name: str, load: Load) -> None:
     folder, data, _ = optional(name)
     model = load(folder / "checkpoint", **EXACT, num_slots=3)
-    chats = golden_chats(name, data)
-    assert len(chats) >= 3
-    alone = [asyncio.run(answers(model, [chat]))[0] for chat, _ in chats]
-    assert alone == [text for _, text in chats]
-    five = [replace(chats[index % len(chats)][0], id=str(index)) for index in range(5)]
+    cases = asked(name, data)
+    assert len(cases) >= 3
+    alone = [asyncio.run(answers(model, [as_chat(case)]))[0] for case in cases]
+    assert alone == [case.text for case in cases]
+    five = [replace(as_chat(cases[index % len(cases)]), id=str(index)) for index in range(5)]
     together = asyncio.run(answers(model, five))
-    assert together == [alone[index % len(chats)] for index in range(5)]
+    assert together == [alone[index % len(cases)] for index in range(5)]
     assert torch.is_grad_enabled()
