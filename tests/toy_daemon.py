@@ -10,10 +10,12 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from service.protocol import (
     Accepted,
+    Busy,
     Chat,
     Delta,
     Done,
@@ -26,6 +28,8 @@ from service.protocol import (
     NotReady,
     Queued,
     RequestDecoder,
+    Resume,
+    ResumeExpired,
     ServiceError,
     Started,
     Timing,
@@ -41,41 +45,43 @@ class Talk:
 
     def __init__(self, chat: Chat, write: Callable[[Event], None], daemon: ToyDaemon) -> None:
         self.chat = chat
+        self.id = chat.id  # its name on the connection that reads it
+        self.token = f"token-{id(self)}"
         self.end = ""
         self.tokens = 0
         self.daemon = daemon
         self.go_on = asyncio.Event()  # for scripts that wait for the test
         self.task: asyncio.Task[None] | None = None
-        self._write = write
-        self._seq = 0
+        self.send = write
+        self.log: list[Any] = []
 
     @property
     def prompt(self) -> str:
         return self.chat.messages[-1].content
 
     def accepted(self, position: int = 0, start_s: float = 0.0) -> None:
-        self._write(Accepted(self.chat.id, self._next(), f"token-{id(self)}", position, start_s))
+        self._write(Accepted(self.id, self._next(), self.token, position, start_s))
 
     def queued(self, position: int, start_s: float = 0.0) -> None:
-        self._write(Queued(self.chat.id, self._next(), position, start_s))
+        self._write(Queued(self.id, self._next(), position, start_s))
 
     def started(self, prompt_tokens: int = 7, limit: int = 2048, dropped: tuple[int, ...] = ()) -> None:
-        self._write(Started(self.chat.id, self._next(), prompt_tokens, 0, limit, dropped))
+        self._write(Started(self.id, self._next(), prompt_tokens, 0, limit, dropped))
 
     def delta(self, text: str, tokens: int = 1) -> None:
         self.tokens += tokens
-        self._write(Delta(self.chat.id, self._next(), text, tokens, 10.0 * self.tokens))
+        self._write(Delta(self.id, self._next(), text, tokens, 10.0 * self.tokens))
 
     def done(self, reason: Literal["stop", "length", "interrupted", "deadline", "drained"] = "stop") -> None:
         if self.end:
             return
         self.end = "interrupted" if reason == "interrupted" else "done"
         usage, timing = Usage(7, 0, self.tokens), Timing(0.0, 10.0, 10.0 * self.tokens, 80.0)
-        self._write(Done(self.chat.id, self._next(), reason, usage, timing))
+        self._write(Done(self.id, self._next(), reason, usage, timing))
 
     def fail(self, error: ServiceError) -> None:
         self.end = "failed"
-        self._write(Error.of(error, id=self.chat.id))
+        self._write(Error.of(error, id=self.id))
 
     def say(self, *pieces: str) -> None:
         """A whole answer at once."""
@@ -85,9 +91,18 @@ class Talk:
             self.delta(piece)
         self.done()
 
+    def resume(self, id: str, after: int, write: Callable[[Event], None]) -> None:
+        """Another connection reads it from now on."""
+        self.id, self.send = id, write
+        for event in self.log[after:]:
+            write(replace(event, id=id))
+
+    def _write(self, event: Any) -> None:
+        self.log.append(event)
+        self.send(event)
+
     def _next(self) -> int:
-        self._seq += 1
-        return self._seq
+        return len(self.log) + 1
 
 
 Script = Callable[[Talk], Awaitable[None]]
@@ -98,7 +113,7 @@ async def say_hello(talk: Talk) -> None:
 
 
 class ToyDaemon:
-    """`talks` are all requests so far. A connection that breaks ends its talks as gone."""
+    """`talks` are all requests so far. A connection that breaks ends its talks as gone, if they do not detach."""
 
     def __init__(self, path: str, script: Script = say_hello) -> None:
         self.path = path
@@ -109,6 +124,8 @@ class ToyDaemon:
             "ready", 1.0, "chatglm3-6b", "chatglm3", "local", "int4", "cpu", 2048, slots=3, version="0"
         )
         self.reports: list[HealthReport] = []  # said first, one a question
+        self.num_busy = 0  # resumes that are refused before one is taken
+        self._tokens: dict[str, Talk] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -122,10 +139,17 @@ class ToyDaemon:
         """As if the process had died: every connection breaks, and no socket answers."""
         assert self._server is not None
         self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        for talk in self.talks:
+            self._lose(talk)
+        self._tokens.clear()
         with suppress(FileNotFoundError):
             os.unlink(self.path)
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Every connection breaks, and the daemon lives."""
+        for writer in self._writers:
+            writer.transport.abort()
         await self.until(lambda: not self.num_connections)
 
     async def until(self, is_so: Callable[[], bool], bound_s: float = 10.0) -> None:
@@ -159,9 +183,8 @@ class ToyDaemon:
                 while (request := decoder.next_request()) is not None:
                     self._handle(request, live, write)
         for talk in live.values():
-            if not talk.end:
-                talk.end = "gone"
-                self._cancel(talk)
+            if talk.chat.on_disconnect == "cancel":
+                self._lose(talk)
         self._writers.discard(writer)
         self.num_connections -= 1
         writer.close()
@@ -171,17 +194,38 @@ class ToyDaemon:
         if isinstance(request, Health):
             write(self.reports.pop(0) if self.reports else self.report)
         elif isinstance(request, Interrupt):
-            talk = live[request.id]
-            self._cancel(talk)
-            talk.done("interrupted")
+            if (talk := live.get(request.id)) is not None:
+                self._cancel(talk)
+                talk.done("interrupted")
+        elif isinstance(request, Resume):
+            self._resume(request, live, write)
         elif isinstance(request, Chat):
             if self.reports or self.report.phase == "loading":
                 write(Error.of(NotReady("the model is loading", retry_after_s=2.0), id=request.id))
                 return
             talk = live[request.id] = Talk(request, write, self)
             self.talks.append(talk)
+            self._tokens[talk.token] = talk
             talk.task = asyncio.create_task(self._run(talk))
             self.notify()
+
+    def _resume(self, request: Resume, live: dict[str, Talk], write: Callable[[Event], None]) -> None:
+        assert request.id is not None
+        if self.num_busy:
+            self.num_busy -= 1
+            write(Error.of(Busy("full", retry_after_s=1.0), id=request.id))
+            return
+        talk = self._tokens.get(request.resume_token)
+        if talk is None or (talk.end and request.after >= len(talk.log)):
+            write(Error.of(ResumeExpired("nothing under this token"), id=request.id))
+            return
+        live[request.id] = talk
+        talk.resume(request.id, request.after, write)
+
+    def _lose(self, talk: Talk) -> None:
+        if not talk.end:
+            talk.end = "gone"
+            self._cancel(talk)
 
     async def _run(self, talk: Talk) -> None:
         await self.script(talk)

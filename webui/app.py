@@ -30,8 +30,9 @@ from webui import look, presets, texts
 from webui.gateway import SafeHeaders, Stoppable, add_healthz
 from webui.history import NOTICE_ID, WAITING_ID, to_messages, without_waiting
 from webui.pages import MAX_PAGES, Page, Pages
-from webui.session import ChatSession, Patience
+from webui.session import ChatSession
 from webui.texts import EXAMPLES, TITLE, labels, preferred_language
+from webui.turn import Patience
 from webui.view import View
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def build_app(
     NOTE: call it where an event loop runs: without one, Gradio makes a dozen loops and closes none.
     """
     patience = patience or Patience()
-    pages = Pages(socket_path, patience)
+    stopping = asyncio.Event()
+    pages = Pages(socket_path, patience, stopping.is_set)
     service = ChatSession(socket_path, patience=patience)  # for what no single page asks
 
     @asynccontextmanager
@@ -66,9 +68,9 @@ def build_app(
         await service.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.stopping = asyncio.Event()  # set it, and every stream ends
+    app.state.stopping = stopping  # set it, and every stream ends
     app.add_middleware(SafeHeaders)
-    app.add_middleware(Stoppable, stopping=app.state.stopping)
+    app.add_middleware(Stoppable, stopping=stopping)
     add_healthz(app, service)
     i18n = gr.I18n(**{"zh": labels("zh"), "zh-CN": labels("zh"), "en": labels("en")})
     demo = build_page(Events(pages, service, patience), i18n)

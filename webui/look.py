@@ -49,7 +49,8 @@ CSS = """
 .glm-status b { font-weight: 500; color: var(--body-text-color); margin-left: 4px; }
 .glm-status > .glm-state { color: var(--body-text-color) !important; min-width: 84px; }
 .glm-dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 6px; background: #94a3b8; }
-.glm-dot.answering { background: #22c55e; } .glm-dot.queued, .glm-dot.loading { background: #f59e0b; }
+.glm-dot.answering { background: #22c55e; }
+.glm-dot:is(.queued, .loading, .restarting, .reconnecting) { background: #f59e0b; }
 .glm-dot.error, .glm-dot.offline { background: #ef4444; }
 .glm-bar { display: inline-block; width: 72px; height: 5px; border-radius: 3px; margin-left: 8px; overflow: hidden;
   background: var(--border-color-primary); vertical-align: middle; }

@@ -5,13 +5,15 @@ Thread: the event loop. Knows no Gradio: a page is a name that the browser keeps
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from webui.session import ChatSession, Patience
+from webui.session import ChatSession
 from webui.texts import Language
+from webui.turn import Patience
 from webui.view import View
 
 # Pages whose browser never said goodbye go when there are more than this, the longest unused first.
@@ -26,9 +28,12 @@ class Page:
 
 
 class Pages:
-    def __init__(self, socket_path: str, patience: Patience) -> None:
+    """`is_leaving`: the process stops, and each page's answer is left to the page that its browser loads next."""
+
+    def __init__(self, socket_path: str, patience: Patience, is_leaving: Callable[[], bool] = lambda: False) -> None:
         self._socket_path = socket_path
         self._patience = patience
+        self._is_leaving = is_leaving
         self._pages: OrderedDict[str, Page] = OrderedDict()
 
     async def open(self, name: str, language: Language) -> Page:
@@ -51,7 +56,7 @@ class Pages:
         if page is not None:
             yield page
             return
-        page = self._new_page(language)
+        page = Page(ChatSession(self._socket_path, patience=self._patience), language)  # its caller never comes again
         try:
             yield page
         finally:
@@ -64,8 +69,8 @@ class Pages:
             await page.session.close()
 
     async def close_all(self) -> None:
-        for name in list(self._pages):
-            await self.close(name)
+        await asyncio.gather(*(self.close(name) for name in list(self._pages)))
 
     def _new_page(self, language: Language) -> Page:
-        return Page(ChatSession(self._socket_path, patience=self._patience), language)
+        session = ChatSession(self._socket_path, patience=self._patience, is_leaving=self._is_leaving)
+        return Page(session, language)

@@ -29,6 +29,18 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "服务即将重启，这条回答最多还有 {seconds} 秒。",
         "The service is about to restart; this answer has up to {seconds} s left.",
     ),
+    "restarting": (
+        "服务正在重启，这条回答会自动继续…",
+        "The service is restarting; the answer goes on by itself…",
+    ),
+    "restarting_loading": (
+        "服务已重启，模型正在加载（{percent}%），这条回答会自动继续…",
+        "The service has restarted and its model is loading ({percent}%); the answer goes on by itself…",
+    ),
+    "reconnecting": (
+        "与模型服务的连接断开了，正在重新连接，这条回答会自动继续…",
+        "The connection to the model service was lost; reconnecting, and the answer goes on by itself…",
+    ),
     # ends that keep the answer
     "length": (
         "已到本次回答的长度上限（{tokens} 个 token），可以说“继续”。",
@@ -37,10 +49,6 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
     "deadline": (
         "已到 {seconds} 秒的时限，上面是已生成的内容。",
         "The time limit of {seconds} s was reached; what was written so far is kept.",
-    ),
-    "drained": (
-        "服务正在重启，回答到这里为止；稍后再发一条消息即可继续。",
-        "The service is restarting, so the answer ends here; send another message in a moment to go on.",
     ),
     "restarted": (
         "模型服务刚刚中断并自动重启，已生成的内容保留在上面；再发一条消息即可继续。",
@@ -51,6 +59,14 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "The model service restarted before it could answer; please send the question again.",
     ),
     "empty": ("模型没有给出任何文字，可以点“重试”。", "The model gave no text; you can press retry."),
+    "stopped_by_reload": (
+        "页面重新载入时停止了这条回答，已生成的内容保留在上面。",
+        "Reloading the page stopped this answer; the text so far is kept.",
+    ),
+    "not_taken_up": (
+        "页面重新载入后，这条回答已经接不上了；请重新发送问题。",
+        "After the page was reloaded this answer could not be taken up again; please send the question once more.",
+    ),
     "stopped_early": ("已停止，还没有开始回答。", "Stopped before the answer began."),
     # refusals and failures
     "busy": (
@@ -108,6 +124,8 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
     "state_ready": ("就绪", "Ready"),
     "state_queued": ("排队中", "Waiting"),
     "state_loading": ("加载中", "Loading"),
+    "state_restarting": ("重启中", "Restarting"),
+    "state_reconnecting": ("重新连接", "Reconnecting"),
     "state_answering": ("生成中", "Answering"),
     "state_done": ("完成", "Done"),
     "state_stopped": ("已停止", "Stopped"),

@@ -23,13 +23,14 @@ from service.protocol import (
     Event,
     Message,
     Queued,
+    ResumeExpired,
     ServiceError,
     Started,
     TooLong,
 )
 from webui.texts import SENTENCES
 
-State = Literal["queued", "loading", "answering", "done", "stopped", "error"]
+State = Literal["queued", "loading", "answering", "restarting", "reconnecting", "done", "stopped", "error"]
 Say = Callable[..., str]  # say(key, **values) -> a sentence in the user's language
 
 
@@ -53,7 +54,11 @@ class View:
     prompt_tokens: int = 0
     context_limit: int = 0
     dropped_turns: int = 0
-    is_accepted: bool = False  # the daemon has taken the request
+    resume_token: str = ""  # the daemon has taken the request, and this continues it
+
+    @property
+    def is_accepted(self) -> bool:
+        return bool(self.resume_token)
 
     @property
     def context_used(self) -> int:
@@ -75,20 +80,17 @@ def advance(
 ) -> View:
     """The view after one event of its request, `elapsed_ms` after the user sent it."""
     match event:
-        case Accepted() | Queued():
-            waits = event.queue_position > 0
-            sentence = say("queued", ahead=event.queue_position, seconds=_whole(event.expected_start_s))
-            return replace(
-                view, state="queued", is_accepted=True, queue_position=event.queue_position,
-                expected_start_s=event.expected_start_s, sentence=sentence if waits else "",
-            )  # fmt: skip
+        case Accepted():
+            return _queued(replace(view, resume_token=event.resume_token), event, say)
+        case Queued():
+            return _queued(view, event, say)
         case Started():
             dropped = sum(messages[index].role == "user" for index in event.dropped_messages if index < len(messages))
             return replace(
-                view, state="answering", is_accepted=True, sentence="", queue_position=0, expected_start_s=0.0,
+                view, state="answering", sentence="", queue_position=0, expected_start_s=0.0,
                 prompt_tokens=event.prompt_tokens, context_limit=event.context_limit, dropped_turns=dropped,
             )  # fmt: skip
-        case Delta():
+        case Delta() if event.text or event.tokens:  # an empty one stands for the end of the daemon before
             return _with_text(view, event, elapsed_ms)
         case Done():
             return _finished(view, event, deadline_s, say)
@@ -97,7 +99,7 @@ def advance(
 
 def end_with(view: View, error: ServiceError | ConnectionLost, say: Say) -> View:
     """The last view of an answer that failed: its text is kept, and a sentence says what to do."""
-    if isinstance(error, ConnectionLost):
+    if isinstance(error, ConnectionLost | ResumeExpired):
         key = "unreachable" if not view.is_accepted else "restarted" if view.text else "restarted_early"
         return replace(view, state="error", sentence=say(key))
     match error:
@@ -114,6 +116,15 @@ def end_with(view: View, error: ServiceError | ConnectionLost, say: Say) -> View
         case _:
             sentence = say("unknown", code=error.code)
     return replace(view, state="error", sentence=sentence)
+
+
+def _queued(view: View, event: Accepted | Queued, say: Say) -> View:
+    waits = event.queue_position > 0
+    sentence = say("queued", ahead=event.queue_position, seconds=_whole(event.expected_start_s))
+    return replace(
+        view, state="queued", queue_position=event.queue_position, expected_start_s=event.expected_start_s,
+        sentence=sentence if waits else "",
+    )  # fmt: skip
 
 
 def _with_text(view: View, delta: Delta, elapsed_ms: float) -> View:
@@ -134,8 +145,6 @@ def _finished(view: View, done: Done, deadline_s: float, say: Say) -> View:
         sentence = say("length", tokens=done.usage.completion_tokens)
     elif done.reason == "deadline":
         sentence = say("deadline", seconds=_whole(deadline_s))
-    elif done.reason == "drained":
-        sentence = say("drained")
     elif done.reason == "interrupted" and not view.text:
         sentence = say("stopped_early")
     elif done.reason == "stop" and not view.text.strip():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 
 from tests.toy_daemon import DaemonThread, say_hello
-from webui.session import Patience
+from webui.turn import Patience
+
+CHROMIUM = "/usr/bin/chromium"
+ARGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 
 
 class PageThread:
@@ -76,3 +83,26 @@ def daemon(daemon_of_module: DaemonThread) -> DaemonThread:
     toy.reports.clear()
     toy.talks.clear()
     return daemon_of_module
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if not Path(CHROMIUM).exists():
+        message = f"{CHROMIUM} is missing"
+        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def contexts(browser: Any) -> Iterator[dict[str, Any]]:
+    """One browser context a language, so that the page's files are fetched once."""
+    size: Any = {"width": 1000, "height": 760}
+    contexts = {locale: browser.new_context(locale=locale, viewport=size) for locale in ("zh-CN", "en-US")}
+    yield contexts
+    for context in contexts.values():
+        context.close()

@@ -9,8 +9,9 @@ from typing import Any
 
 from service.protocol import Message
 from tests.toy_daemon import Talk, ToyDaemon
-from webui.session import ChatSession, Patience
+from webui.session import ChatSession
 from webui.texts import Language
+from webui.turn import Patience
 from webui.view import View
 
 QUESTION = [Message("user", "你好")]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from webui import pages
-from webui.session import Patience
+from webui.turn import Patience
 
 
 def test_the_longest_unused_page_goes_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,6 @@ def test_each_refusal_is_one_sentence(
     [
         ("length", "done", "length", {"tokens": 1}),
         ("deadline", "stopped", "deadline", {"seconds": 600}),
-        ("drained", "stopped", "drained", {}),
     ],
 )
 def test_each_early_end_keeps_the_text_and_says_why(
