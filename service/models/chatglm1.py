@@ -32,6 +32,7 @@ from service.models.head import Embedding, Head
 from service.models.linear import Linear
 from service.models.matrices import Matrices
 from service.models.tensor_files import TensorFiles
+from service.models.tokenizer_files import naming_missing_keys
 
 # The original scales the residual by sqrt(2 * 28), whatever `num_layers` says.
 ALPHA = math.sqrt(2 * 28)
@@ -103,7 +104,7 @@ def read_config(folder: Path, config: Mapping[str, Any]) -> ChatGLM1Config:
     """From config.json. Raises `ModelError`."""
     if config.get("num_image_tokens"):
         raise ModelError(f"{folder} is from before the vocabulary was cut (num_image_tokens): take a later revision")
-    try:
+    with naming_missing_keys(folder):
         return ChatGLM1Config(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -115,8 +116,6 @@ def read_config(folder: Path, config: Mapping[str, Any]) -> ChatGLM1Config:
             sop_id=config["bos_token_id"],
             mask_ids=(config["gmask_token_id"], config["mask_token_id"]),
         )
-    except KeyError as error:
-        raise ModelError(f"{folder}/config.json lacks {error}: copy the checkpoint again") from None
 
 
 class ChatGLM1:

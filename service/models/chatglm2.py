@@ -18,6 +18,7 @@ from typing import Any
 from service.models.decoder import DecoderConfig, DecoderWeights, Layer
 from service.models.errors import ModelError
 from service.models.matrices import Matrices
+from service.models.tokenizer_files import naming_missing_keys
 
 ROPE_BASE = 10000.0
 # chatglm3-6b-128k: queries are multiplied by max(1, ln(position + 1 + 64) / ln 2048), after rotary.
@@ -47,7 +48,7 @@ def read_config(folder: Path, config: Mapping[str, Any], family: str) -> Decoder
             raise ModelError(
                 f"{folder}/config.json has {key}={config[key]!r}: no {family} checkpoint is known with that"
             )
-    try:
+    with naming_missing_keys(folder):
         ratio = float(config.get("rope_ratio", 1))
         is_divided = family == "chatglm2"
         context_limit = int(config["seq_length"])
@@ -67,8 +68,6 @@ def read_config(folder: Path, config: Mapping[str, Any], family: str) -> Decoder
             log_scale_from=LOG_SCALE_FROM if family == "chatglm3" and context_limit >= _LONG_CONTEXT else 0,
             log_scale_offset=LOG_SCALE_OFFSET,
         )
-    except KeyError as error:
-        raise ModelError(f"{folder}/config.json lacks {error}: copy the checkpoint again") from None
 
 
 def load_weights(matrices: Matrices, config: DecoderConfig, progress: Callable[[float], None]) -> DecoderWeights:

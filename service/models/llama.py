@@ -7,7 +7,6 @@ so; a Hugging Face checkpoint has (i, i + D / 2) as pairs and is reordered here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from service.models.errors import ModelError
 from service.models.gguf_file import Q4_1, GgufFile, GgufTensor, read_float, read_grouped
 from service.models.head import make_embedding, make_head
 from service.models.linear import LinearFormat
+from service.models.tokenizer_files import naming_missing_keys, read_json
 from service.models.weights import GROUP, Grouped, Weight, concat_rows, dense, paired_rows
 
 Progress = Callable[[float], None]
@@ -140,17 +140,14 @@ class FolderSource:
 
 
 def _read_config(folder: Path) -> DecoderConfig:
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {folder / 'config.json'} ({error}): copy the checkpoint again") from None
+    config = read_json(folder / "config.json")
     if config.get("model_type") != "llama":
         raise ModelError(f"{folder} has model_type {config.get('model_type')!r}: only 'llama' can be run")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5, 4
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear") or config.get("attention_bias") or config.get("mlp_bias"):
         raise ModelError(f"{folder} has biases, or rope type {kind!r}, which are not supported: use another model")
-    try:
+    with naming_missing_keys(folder):
         num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
         head_dim = config.get("head_dim") or hidden_size // num_heads
         return DecoderConfig(
@@ -167,8 +164,6 @@ def _read_config(folder: Path) -> DecoderConfig:
             context_limit=config["max_position_embeddings"],
             rope_scale=rope.get("factor", 1.0) if kind == "linear" else 1.0,
         )
-    except KeyError as error:
-        raise ModelError(f"{folder}/config.json lacks {error}: copy the checkpoint again") from None
 
 
 def load_weights(source: Source, form: LinearFormat, progress: Progress) -> DecoderWeights:

@@ -7,7 +7,6 @@ the template's own control tokens become ids, and everything else is encoded wit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from service.models.errors import ModelError
 from service.models.template import ChatTemplate, Control, find_template
+from service.models.tokenizer_files import read_json
 from service.protocol import Message
 from service.text import BytesDecoder, TextDecoder
 
+_REMEDY = "run `make model`, or copy the checkpoint again"
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Ends of an assistant's turn that some checkpoints leave out of eos_token.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
@@ -32,7 +33,7 @@ class HubTokenizer:
         self._tokenizer.encode_special_tokens = True  # in its words: a control token's text is encoded as text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json", _REMEDY)
         added: dict[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
         self._control_ids = {token.content: id for id, token in added.items() if token.special}
         names = {name: _token_text(config[name]) for name in _TOKEN_NAMES if config.get(name)}
@@ -67,7 +68,7 @@ class HubTokenizer:
             self._control_ids[text] for text in (names.get("eos_token"), *_END_OF_TURN) if text in self._control_ids
         }
         for name in ("generation_config.json", "config.json"):
-            declared = _read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+            declared = read_json(folder / name, _REMEDY).get("eos_token_id") if (folder / name).exists() else None
             stops |= set(declared if isinstance(declared, list) else [declared] if declared is not None else [])
         if not stops:
             raise ModelError(f"{folder} names no end-of-answer token: set eos_token in tokenizer_config.json")
@@ -95,15 +96,7 @@ def _read_tokenizer(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
-        raise ModelError(f"cannot read {path} ({error}): run `make model`, or copy the checkpoint again") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path} ({error}): run `make model`, or copy the checkpoint again") from None
-    return content
+        raise ModelError(f"cannot read {path} ({error}): {_REMEDY}") from None
 
 
 def _token_text(token: str | dict[str, Any]) -> str:

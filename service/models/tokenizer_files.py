@@ -1,11 +1,13 @@
-"""A checkpoint folder's small files, its tokenizer's above all; a file that cannot be one says what to do.
+"""A checkpoint folder's small files, its tokenizer's above all; one that cannot be used says what to do.
 
 Any thread. Knows no formats beyond JSON; nothing here is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from service.models.errors import ModelError
 
 # What Git LFS leaves in place of a file that was never downloaded (version 1 of its pointer format).
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_REMEDY = "copy the checkpoint again"
 
 
 def find_file(folder: Path, name: str) -> Path:
@@ -26,26 +29,27 @@ def find_file(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises `ModelError` when it is not there or no JSON object."""
+def read_json(path: Path, remedy: str = _REMEDY) -> dict[str, Any]:
+    """Raises `ModelError`, which ends with the remedy, when it is not there or no JSON object."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path} ({error}): copy the checkpoint again") from None
+        raise ModelError(f"cannot read {path} ({error}): {remedy}") from None
     if not isinstance(values, dict):
-        raise ModelError(f"{path} is not a JSON object: copy the checkpoint again")
+        raise ModelError(f"{path} is not a JSON object: {remedy}")
     return values
+
+
+@contextlib.contextmanager
+def naming_missing_keys(folder: Path) -> Iterator[None]:
+    """Around the reading of config.json's keys: a `KeyError` becomes the `ModelError` that names the key."""
+    try:
+        yield
+    except KeyError as error:
+        raise ModelError(f"{folder}/config.json lacks {error}: {_REMEDY}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`tokenizer_config.json`; empty when there is none."""
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(find_file(folder, path.name).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): copy it from the checkpoint again") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object: copy it from the checkpoint again")
-    return config
+    return read_json(find_file(folder, path.name)) if path.exists() else {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.models.errors import ModelError
-from service.models.tokenizer_files import find_file, read_config
+from service.models.tokenizer_files import find_file, naming_missing_keys, read_config, read_json
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:5e97\nsize 2706249\n"
 
@@ -41,3 +41,20 @@ def test_the_config_may_be_absent_but_not_broken(tmp_path: Path) -> None:
         path.write_text(broken)
         with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
             read_config(tmp_path)
+
+
+def test_a_json_file_that_cannot_be_read_ends_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json .*: copy the checkpoint again$"):
+        read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json is not a JSON object: fetch it$"):
+        read_json(tmp_path / "config.json", "fetch it")
+
+
+def test_a_missing_key_is_named_with_its_file(tmp_path: Path) -> None:
+    values = {"a": 1}
+    with (
+        pytest.raises(ModelError, match=r"config\.json lacks 'b': copy the checkpoint again"),
+        naming_missing_keys(tmp_path),
+    ):
+        values["b"]
