@@ -24,6 +24,7 @@ from service.engine.local import Loaded, LocalEngine
 from service.guard import keep_socket, make_room, tell_no_files
 from service.ledger import Ledger
 from service.lifeline import die_with_parent, is_supervised, leave
+from service.logs import start_logging
 from service.metrics import Metrics
 from service.server import Limits, Server
 from service.settings import ENV_PREFIX, Settings, SettingsError, read_settings
@@ -59,12 +60,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SettingsError as error:
         print(f"chatglm-service: {error}", file=sys.stderr)
         leave(MISCONFIGURED)
-    logging.basicConfig(
-        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    metrics = Metrics()
+    start_logging(settings.log_level, on_drop=metrics.log_dropped.inc)
     if is_supervised():
         die_with_parent(parent_pid)
-    code = run(settings)
+    code = run(settings, metrics)
     if code in (MISCONFIGURED, SOCKET_TAKEN):
         leave(code)
     sys.exit(code)
@@ -77,7 +77,7 @@ def run_tool(name: str, argv: Sequence[str]) -> int:
     return (probe.main if name == "probe" else doctor.main)(argv, os.environ)
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, metrics: Metrics) -> int:
     """Claim the socket, serve until a signal, and return the exit code."""
     try:
         socket_file = SocketFile.claim(settings.socket_path)
@@ -87,7 +87,6 @@ def run(settings: Settings) -> int:
     except PathRefused as error:
         log.error("%s", error)
         return MISCONFIGURED
-    metrics = Metrics()
     audit = open_audit(settings, on_drop=metrics.audit_dropped.inc)
     ledger = Ledger(metrics, audit, keeps_text=settings.audit_text == "on")
     try:

@@ -1,7 +1,7 @@
 """Numbers for operators, in Prometheus form, named as vLLM names them, under `chatglm_`.
 
-Thread: the event loop; `audit_dropped` may be counted on any. It knows no engine and no requests: both are read
-through what it is given. Own registry: nothing global, so two servers in one process do not mix.
+Thread: the event loop; `audit_dropped` and `log_dropped` may be counted on any. It knows no engine and no requests:
+both are read through what it is given. Own registry: nothing global, so two servers in one process do not mix.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Metrics:
         self.slow_steps = counter("slow_steps", "Engine steps that took longer than --step-limit-s")
         self.wasted_tokens = counter("wasted_tokens", "Tokens generated and never delivered")
         self.audit_dropped = counter("audit_dropped", "Audit lines that could not be written")
+        self.log_dropped = counter("log_dropped", "Log lines that nobody took from stderr")
         self.itl_s = histogram("inter_token_latency", "Between two pieces of an answer's text", _TOKEN_BUCKETS)
         self.cancel_s = histogram("cancel_latency", "Asked to end until ended", _TOKEN_BUCKETS)
         self._requests = counter("request_success", "Answers that ended", "finished_reason")

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.slots": set(),
     "service.metrics": set(),
     "service.audit": set(),
+    "service.logs": set(),
     "service.probe": {"service.client", "service.protocol"},
     "service.doctor": {"service.client", "service.models.", "service.protocol", "service.settings"},
     "service.ledger": {"service.engine.base", "service.metrics", "service.protocol"},

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from service.client import AsyncClient, Client, ConnectionLost
+from service.client import AsyncClient, Client, ConnectionLost, Timeouts
 from service.guard import keep_socket
 from service.metrics import Metrics
 from service.protocol import Done
@@ -23,7 +24,7 @@ from service.server import Limits, Server
 from service.socketfile import PathRefused, SocketFile
 from tests.faults.common import running_toy, toy_command
 from tests.harness import until
-from tests.processes import clean_environment, health, running, wait_until
+from tests.processes import clean_environment, health, running, wait_ready, wait_until
 
 
 def test_a_removed_socket_is_noticed_and_served_again_twenty_times_and_connections_stay(tmp_path: Path) -> None:
@@ -70,6 +71,50 @@ def test_a_running_daemon_is_back_within_two_seconds_after_its_socket_was_remove
         process.terminate()
         assert process.wait(5) == 0 and not path.exists()
     assert "served again" in (tmp_path / "daemon.log").read_text()
+
+
+@contextlib.contextmanager
+def toy_with_full_stderr(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path, int]]:
+    """A daemon that is ready although its stderr is a full pipe: also the pipe's other end."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, b"." * 4096):
+            pass
+    os.set_blocking(writing, True)
+    path = tmp_path / "s"
+    with subprocess.Popen(
+        toy_command(path), stdout=subprocess.DEVNULL, stderr=writing, env=clean_environment()
+    ) as process:
+        os.close(writing)
+        try:
+            wait_ready(path, log=tmp_path / "no.log", process=process)
+            yield process, path, reading
+        finally:
+            process.kill()
+            os.close(reading)
+
+
+def test_a_full_stderr_that_nobody_reads_stops_no_answer_and_no_exit(tmp_path: Path) -> None:
+    with (
+        toy_with_full_stderr(tmp_path) as (process, path, _),
+        Client(str(path), timeouts=Timeouts(idle_s=10)) as client,
+    ):
+        for _ in range(20):
+            assert isinstance(list(client.chat("x", max_new_tokens=3))[-1], Done)
+        process.terminate()
+        assert process.wait(5) == 0
+
+
+def test_a_stderr_that_is_read_again_has_every_line_to_the_last(tmp_path: Path) -> None:
+    with toy_with_full_stderr(tmp_path) as (process, path, reading):
+        with Client(str(path), timeouts=Timeouts(idle_s=10)) as client:
+            assert isinstance(list(client.chat("x", max_new_tokens=3))[-1], Done)
+        process.terminate()
+        with open(reading, "rb", closefd=False) as pipe:
+            said = pipe.read().decode().lstrip(".")
+        assert process.wait(5) == 0
+    assert said.splitlines()[0].split(": ")[1].startswith("listening on") and said.endswith("drain is over, exit 0\n")
 
 
 def test_the_folder_going_and_coming_back_is_survived(tmp_path: Path) -> None:
