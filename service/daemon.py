@@ -20,7 +20,8 @@ from pathlib import Path
 
 from service.audit import Audit
 from service.engine import base
-from service.engine.local import Loaded, LocalEngine
+from service.engine.local import LocalEngine
+from service.engine.thread import Loaded
 from service.guard import keep_socket, make_room, tell_no_files
 from service.ledger import Ledger
 from service.lifeline import die_with_parent, is_supervised, leave

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from service.engine.base import EngineInfo
-from service.engine.local import Loaded, LocalEngine
+from service.engine.local import LocalEngine
+from service.engine.thread import Loaded
 from service.metrics import Metrics
 from service.protocol import Params
 from service.server import Limits, Server

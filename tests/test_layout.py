@@ -56,8 +56,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "service.engine.base", "service.protocol", "service.scheduler", "service.slots", "service.text",
     },
     "service.engine.local": {
-        "service.engine.base", "service.engine.steps", "service.admission", "service.prompt", "service.protocol",
-        "service.scheduler", "service.slots", "service.text",
+        "service.engine.base", "service.engine.steps", "service.engine.thread", "service.admission",
+        "service.prompt", "service.protocol",
+    },
+    "service.engine.thread": {
+        "service.engine.base", "service.engine.steps", "service.protocol", "service.scheduler", "service.slots",
+        "service.text",
     },
     "service.engine.runner": {"service.engine.base", "service.models.", "service.sampling", "service.protocol"},
     "service.models.": {"service.models.", "service.protocol", "service.engine.base", "service.text"},
@@ -78,6 +82,7 @@ TESTED_ELSEWHERE = {
     "service/lifeline": "test_supervisor",
     "service/engine/base": "test_server",
     "service/engine/local": "test_server",
+    "service/engine/thread": "test_server",
     "service/engine/steps": "engine/test_steps",
     "webui/__main__": "test_supervisor",
     "webui/gateway": "webui/test_app",

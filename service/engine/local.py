@@ -1,54 +1,29 @@
 """The local engine: requests wait in a bounded queue, run on the engine thread, and come back as events.
 
-Two threads. The event loop's owns the queue and the table of requests (so a busy answer, a queue position and an
-interrupt of a waiting request need no step boundary); the engine thread owns slots, sequences and the runner, through
-`Steps`. Commands go over in one `Inbox`; a step's events come back in one `call_soon_threadsafe`.
+Thread: the event loop's, which owns the queue and the table of requests (so a busy answer, a queue position and an
+interrupt of a waiting request need no step boundary); what runs is the engine thread's (`thread.py`).
 Prompts are encoded in a worker beside both, so that a long one stalls neither the streams nor the decoding.
 
-    submit → queue → (a slot is free) → prompt ready? → inbox → Steps → events → sink
+    submit → queue → (a slot is free) → prompt ready? → EngineThread → events → sink
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from service.admission import Admission
 from service.engine import base
-from service.engine.steps import Job, Steps
+from service.engine.steps import Job
+from service.engine.thread import Callbacks, EngineThread, Loaded
 from service.prompt import Prompt, build_prompt
-from service.protocol import Chat, EngineDead, EngineFailed, Message, Params, ServiceError, Timing, Usage
-from service.scheduler import Scheduler
-from service.slots import Slots, SlotStats
-from service.text import TextDecoder
+from service.protocol import Chat, EngineDead, EngineFailed, Params, ServiceError, Timing, Usage
 
 log = logging.getLogger(__name__)
-
-
-class ChatTokenizer(Protocol):
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
-
-    def answer_decoder(self) -> TextDecoder: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What the engine needs of a model: made on the engine thread by the `load` that the daemon passes."""
-
-    runner: base.Runner
-    tokenizer: ChatTokenizer
-    info: base.EngineInfo
-    defaults: Params
 
 
 @dataclass(slots=True)
@@ -67,42 +42,6 @@ class _Request:
     is_running: bool = False  # the engine thread has it
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    key: int
-    reason: base.Reason
-
-
-class _Stop:
-    """The engine thread's last command."""
-
-
-_Command = Job | _Cancel | _Stop
-
-
-class Inbox:
-    """Commands for the engine thread, in order. `take` waits only when asked to."""
-
-    def __init__(self) -> None:
-        self._commands: deque[_Command] = deque()
-        self._news = threading.Condition()
-
-    def put(self, command: _Command) -> None:
-        with self._news:
-            self._commands.append(command)
-            self._news.notify()
-
-    def take(self, *, wait: bool) -> list[_Command]:
-        if not wait and not self._commands:  # the usual case while decoding: no lock
-            return []
-        with self._news:
-            while wait and not self._commands:
-                self._news.wait()
-            taken = list(self._commands)
-            self._commands.clear()
-            return taken
-
-
 class LocalEngine:
     """`base.Engine` over a model in this process. Made on the event loop; `start` loads on the engine thread."""
 
@@ -112,15 +51,15 @@ class LocalEngine:
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         # shared: set once, before the first request
-        self._load = load
         self._max_queue = max_queue
-        self._step_budget_s = step_budget_s
         self._step_limit_s = step_limit_s
         self._on_slow_step = on_slow_step
         self._now = now
         self._loop = asyncio.get_running_loop()
         self._loaded: Loaded | None = None
-        self._inbox = Inbox()
+        self._thread = EngineThread(
+            load, Callbacks(self._begin_service, self._deliver, self._mourn), step_budget_s=step_budget_s, now=now
+        )
         # the event loop's
         self.died: asyncio.Future[BaseException] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -130,21 +69,11 @@ class LocalEngine:
         self._last_key = 0
         self._watchdog: asyncio.TimerHandle | None = None
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        # both: keys whose cancel is on its way; added here, read over there (a set's `in` and `add` are atomic)
-        self._cancelled: set[int] = set()
-        # the engine thread's
-        self._outbox: list[tuple[int, base.Event]] = []
-        # written by the engine thread after each step, read by the loop: one reference to a tuple that never changes
-        self._slot_stats: SlotStats | None = None
-        self._step_since: float | None = None  # when the step that runs began; written and read in the same way
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
         """Load and warm up on the engine thread. Raises whatever loading raises."""
         self._thread.start()
         await self._ready
-        assert self._loaded is not None
-        self._admission = Admission(self._max_queue, self._loaded.info.slots)
         self._watch_steps(None)
 
     # --- base.Engine -----------------------------------------------------------------------------------------
@@ -185,17 +114,16 @@ class LocalEngine:
 
     def cancel(self, key: int, reason: base.Reason) -> None:
         request = self._requests.get(key)
-        if request is None or key in self._cancelled:
+        if request is None:
             return
         if request.is_running:
-            self._cancelled.add(key)
-            self._inbox.put(_Cancel(key, reason))
-            return
-        self._end(request, self._end_waiting(request, reason))
+            self._thread.cancel(key, reason)
+        else:
+            self._end(request, self._end_waiting(request, reason))
 
     def stats(self) -> dict[str, float]:
         counts: dict[str, float] = {"num_requests_running": self.num_running, "num_requests_waiting": self.num_queued}
-        slots = self._slot_stats
+        slots = self._thread.slot_stats
         if slots is None:
             return counts
         share = slots.num_tokens / (slots.num_slots * slots.capacity)
@@ -207,13 +135,12 @@ class LocalEngine:
     async def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._inbox.put(_Stop())
-        await self._loop.run_in_executor(None, self._thread.join)
+        await self._thread.stop()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         for request in list(self._requests.values()):
             self._end(request, base.Failed(EngineDead("the engine was stopped")))
 
-    # --- the event loop's side --------------------------------------------------------------------------------
+    # --- the life of a request --------------------------------------------------------------------------------
 
     def _end_waiting(self, request: _Request, reason: base.Reason) -> base.Finished:
         """The end of a request that the engine thread never had, or not yet again."""
@@ -226,7 +153,7 @@ class LocalEngine:
 
     def _watch_steps(self, reported: float | None) -> None:
         """The watchdog: says once of a step that it takes far too long. It ends nothing: nobody can, from here."""
-        since = self._step_since
+        since = self._thread.step_since
         if since is not None and since != reported and self._now() - since > self._step_limit_s:
             log.error("the engine's step has taken %.1f s so far (timeout)", self._now() - since)
             self._on_slow_step()
@@ -271,7 +198,7 @@ class LocalEngine:
         if request.has_slot and request.prompt is not None and not request.is_running:
             request.is_running = True
             prompt = request.prompt
-            self._inbox.put(
+            self._thread.begin(
                 Job(request.key, prompt.ids, prompt.dropped, request.params, request.accepted_at, request.saved)
             )
 
@@ -279,7 +206,7 @@ class LocalEngine:
         """The request's last event. Frees what it held and lets the next one in."""
         assert self._admission is not None
         del self._requests[request.key]
-        self._cancelled.discard(request.key)
+        self._thread.ended(request.key)
         if request.has_slot:
             self._num_slots_taken -= 1
             is_typical = isinstance(event, base.Finished) and event.reason in ("stop", "length")
@@ -294,6 +221,11 @@ class LocalEngine:
         assert self._admission is not None
         for key, position, expected_start_s in self._admission.changed(self._now()):
             self._requests[key].sink(base.Waiting(position, expected_start_s))
+
+    def _begin_service(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._admission = Admission(self._max_queue, loaded.info.slots)
+        self._ready.set_result(None)
 
     def _deliver(self, events: list[tuple[int, base.Event]]) -> None:
         """One step's events."""
@@ -320,57 +252,3 @@ class LocalEngine:
     def _end_dead(self, request: _Request, error: BaseException) -> None:
         del self._requests[request.key]
         request.sink(base.Failed(EngineDead(f"the engine failed ({type(error).__name__}); the service restarts")))
-
-    # --- the engine thread's side -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._loaded = self._load()
-        except BaseException as error:  # the daemon has one line for each kind; a traceback helps nobody here
-            self._loop.call_soon_threadsafe(self._mourn, error)
-            return
-        try:
-            steps = self._make_steps(self._loaded)
-            self._loop.call_soon_threadsafe(self._ready.set_result, None)
-            while self._obey(steps):
-                steps.run_step()
-                self._step_since = None
-                self._slot_stats = steps.slots.stats()
-                self._post_step()
-        except BaseException as error:
-            log.error("the engine thread died", exc_info=error)
-            self._loop.call_soon_threadsafe(self._mourn, error)
-
-    def _make_steps(self, loaded: Loaded) -> Steps:
-        capabilities = loaded.runner.capabilities
-        return Steps(
-            runner=loaded.runner,
-            slots=Slots(capabilities.num_slots, capabilities.context_limit),
-            scheduler=Scheduler(step_budget_s=self._step_budget_s, causal_prompt=capabilities.causal_prompt),
-            stop_ids=loaded.tokenizer.stop_ids,
-            make_decoder=loaded.tokenizer.answer_decoder,
-            now=self._now,
-            post=lambda key, event: self._outbox.append((key, event)),
-            is_cancelled=self._cancelled.__contains__,
-        )
-
-    def _obey(self, steps: Steps) -> bool:
-        """Carry out what came in, waiting when there is nothing to run. False: stop."""
-        commands = self._inbox.take(wait=not steps.has_work)
-        self._step_since = self._now()
-        for command in commands:
-            match command:
-                case Job():
-                    steps.begin(command)
-                case _Cancel():
-                    steps.cancel(command.key, command.reason)
-                case _Stop():
-                    return False
-        self._post_step()
-        return True
-
-    def _post_step(self) -> None:
-        """Everything since the last call goes to the event loop in one hop."""
-        if self._outbox:
-            events, self._outbox = self._outbox, []
-            self._loop.call_soon_threadsafe(self._deliver, events)

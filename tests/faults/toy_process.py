@@ -17,7 +17,7 @@ from typing import Any
 
 from service import daemon
 from service.engine.base import OutOfMemory
-from service.engine.local import Loaded
+from service.engine.thread import Loaded
 from service.settings import Settings
 from tests.harness import load_toy
 from tests.toy import Call, ToyCost, ToyRunner

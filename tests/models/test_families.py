@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from service.engine.base import EngineInfo, Failed, Finished, Text
-from service.engine.local import Loaded, LocalEngine
+from service.engine.local import LocalEngine
 from service.engine.runner import TorchRunner
+from service.engine.thread import Loaded
 from service.models import LoadedModel
 from service.models.errors import ModelError
 from service.models.families import FAMILIES as KNOWN
