@@ -15,6 +15,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from service.models import DEFAULT_MODEL, LoadedModel, load_model
+from tests.models.golden import SOURCES, Golden, golden
 
 DEFAULT_FOLDER = Path(__file__).parents[2] / "model_weights" / DEFAULT_MODEL
 TEMPLATE = (
@@ -52,6 +53,12 @@ def load() -> Load:
         return load_model(path, **(given | {"progress": lambda _: None} | options))
 
     return call
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """What the original of the module's FAMILY made of texts and conversations."""
+    return golden(request.module.FAMILY, request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,21 @@ def _text_of(data: dict[str, Any], generation: dict[str, Any]) -> str:
 def is_injection(text: str) -> bool:
     """Whether the originals turn part of the text into control tokens, which is the one deliberate difference."""
     return any(word in text for word in ("[MASK]", "[gMASK]", "<sop>", "<eop>", "<pad>", "<unk>", "<|endoftext|>"))
+
+
+def check_steps(data: dict[str, Any], make: Callable[[], TextDecoder], shown: Callable[[str], str] = str) -> None:
+    """After each id of an answer the text is the original's, as `shown`, and what was sent before never changes."""
+    steps = [(one["generated_ids"], one["decoded_steps"]) for one in data.get("generations", ())]
+    steps += [(one["ids"], one["steps"]) for one in data.get("decode_steps", ())]
+    assert steps
+    for ids, texts in steps:
+        expected = list(map(shown, texts))
+        assert [decode(make(), ids[: end + 1]) for end in range(len(ids))] == expected
+        decoder = make()
+        sent = ""
+        for id, so_far in zip(ids, expected, strict=True):
+            sent += decoder.push(id)
+            assert so_far.startswith(sent)
 
 
 def decode(decoder: TextDecoder, ids: Iterable[int]) -> str:

@@ -16,11 +16,10 @@ from service.protocol import Message
 from tests.models.golden import (
     CONTROL_TEXTS,
     DATA,
-    SOURCES,
     Golden,
     chat_responses,
+    check_steps,
     decode,
-    golden,
     is_injection,
     messages_of,
 )
@@ -29,11 +28,6 @@ FAMILY = "chatglm-6b"
 # [MASK] … <dBLOCK> stand in a row in the vocabulary; <n>, <|tab|> and <|blank_k|> are white space, not control.
 CONTROLS = ("<s>", "</s>", "<pad>", "<unk>", "[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>", "<ENC>",
             "<dBLOCK>")  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=SOURCES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    return golden(FAMILY, request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +57,7 @@ def test_texts_have_the_originals_ids_and_decode_to_the_same(case: Golden, token
 
 
 def test_answers_decode_step_by_step_as_the_originals(case: Golden, tokenizer: ChatGLM1Tokenizer) -> None:
-    steps = [(one["generated_ids"], one["decoded_steps"]) for one in case.data.get("generations", ())]
-    steps += [(one["ids"], one["steps"]) for one in case.data.get("decode_steps", ())]
-    assert steps
-    for ids, expected in steps:
-        assert [decode(tokenizer.decoder(), ids[: end + 1]) for end in range(len(ids))] == expected
-        decoder = tokenizer.decoder()
-        sent = ""
-        for id, so_far in zip(ids, expected, strict=True):
-            sent += decoder.push(id)
-            assert so_far.startswith(sent)  # what was sent never changes
+    check_steps(case.data, tokenizer.decoder)
 
 
 def test_answers_are_processed_as_the_originals(case: Golden, tokenizer: ChatGLM1Tokenizer) -> None:

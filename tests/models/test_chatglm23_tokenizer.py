@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from service.models.chatglm23_tokenizer import ChatGLM2Tokenizer, ChatGLM3Tokenizer
 from service.protocol import Message
-from tests.models.golden import CONTROL_TEXTS, DATA, SOURCES, Golden, chat_responses, decode, golden, messages_of
+from tests.models.golden import (
+    CONTROL_TEXTS,
+    DATA,
+    SOURCES,
+    Golden,
+    chat_responses,
+    check_steps,
+    decode,
+    golden,
+    messages_of,
+)
 
 Tokenizer = ChatGLM2Tokenizer | ChatGLM3Tokenizer
 CLASSES: dict[str, type[Tokenizer]] = {"chatglm2-6b": ChatGLM2Tokenizer, "chatglm3-6b": ChatGLM3Tokenizer}
@@ -64,16 +74,7 @@ def test_texts_have_the_originals_ids_and_decode_to_the_same(both: tuple[Golden,
 
 def test_answers_decode_step_by_step_as_the_originals(both: tuple[Golden, Tokenizer]) -> None:
     case, tokenizer = both
-    steps = [(one["generated_ids"], one["decoded_steps"]) for one in case.data.get("generations", ())]
-    steps += [(one["ids"], one["steps"]) for one in case.data.get("decode_steps", ())]
-    assert steps
-    for ids, expected in steps:
-        assert [decode(tokenizer.decoder(), ids[: end + 1]) for end in range(len(ids))] == expected
-        decoder = tokenizer.decoder()
-        sent = ""
-        for id, so_far in zip(ids, expected, strict=True):
-            sent += decoder.push(id)
-            assert so_far.startswith(sent)  # what was sent never changes
+    check_steps(case.data, tokenizer.decoder)
 
 
 def test_answers_are_processed_as_the_originals(both: tuple[Golden, Tokenizer]) -> None:

@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 from service.models.errors import ModelError
 from service.models.glm4_tokenizer import GLM4Tokenizer
 from service.protocol import Message
-from tests.models.golden import CONTROL_TEXTS, DATA, SOURCES, Golden, decode, golden, is_injection, messages_of
+from tests.models.golden import (
+    CONTROL_TEXTS,
+    DATA,
+    Golden,
+    check_steps,
+    decode,
+    is_injection,
+    messages_of,
+)
 
 FAMILY = "glm-4-9b"
 CHECKPOINT = DATA / FAMILY / "checkpoint"
-
-
-@pytest.fixture(scope="module", params=SOURCES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    return golden(FAMILY, request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +64,7 @@ def test_texts_have_the_originals_ids_and_decode_to_the_same(case: Golden, token
 
 
 def test_answers_decode_step_by_step_as_the_originals(case: Golden, tokenizer: GLM4Tokenizer) -> None:
-    steps = [(one["generated_ids"], one["decoded_steps"]) for one in case.data.get("generations", ())]
-    steps += [(one["ids"], one["steps"]) for one in case.data.get("decode_steps", ())]
-    assert steps
-    for ids, texts in steps:
-        expected = list(map(without_controls, texts))
-        assert [decode(tokenizer.decoder(), ids[: end + 1]) for end in range(len(ids))] == expected
-        decoder = tokenizer.decoder()
-        sent = ""
-        for id, so_far in zip(ids, expected, strict=True):
-            sent += decoder.push(id)
-            assert so_far.startswith(sent)  # what was sent never changes
+    check_steps(case.data, tokenizer.decoder, without_controls)
 
 
 def test_stop_ids_are_the_originals(case: Golden, tokenizer: GLM4Tokenizer) -> None:
