@@ -24,7 +24,8 @@ check: $(VENV)/.installed-test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python setup.cfg pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/bin/python setup.cfg setup.py pyproject.toml constraints.txt \
+  service/models/step.c
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	touch $@
 

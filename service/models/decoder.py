@@ -24,7 +24,8 @@ from torch import Tensor
 from service.engine.base import Aborted
 from service.models.attention import Attention, DecodeAttention, KvSlots, PrefillAttention
 from service.models.head import Embedding, Head
-from service.models.linear import Linear
+from service.models.linear import Linear, NativeLinear
+from service.models.native import FusedStep, PackedLayer, library
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,18 @@ class Decoder:
         ]
         angles = config.angles(context)
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(device)  # [C, D / 2] complex64
+        self._fused = _fuse(config, weights.layers, self.kv)
         self._query_scales = config.query_scales(context).to(device) if config.log_scale_from else None  # [C]
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """One token in each of N different slots, row i at `positions[i]` -> logits [N, V] float32."""
+        where = torch.tensor(positions, device=self.device)
+        if self._fused is not None:
+            scales = None if self._query_scales is None else self._query_scales[where]
+            hidden = self._embedding(torch.tensor(ids))
+            return self._logits(self._fused(slots, positions, self._rotations[where], scales, hidden))
         attention = DecodeAttention(self.kv, slots, positions, self.device)
-        hidden = self._forward(ids, torch.tensor(positions, device=self.device), attention, None, _never)
-        return self._logits(hidden)
+        return self._logits(self._forward(ids, where, attention, None, _never))
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, should_abort: Callable[[], bool]
@@ -169,6 +175,25 @@ class Decoder:
         """RMSNorm in float32, rounded once. Four small kernels: `F.rms_norm` takes twice as long on a CPU."""
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)  # [N, 1]
         return (hidden / length.hypot_(self._norm_floor)).mul_(weight).to(dtype or self.dtype)
+
+
+def _fuse(config: DecoderConfig, layers: Sequence[Layer], kv: KvSlots) -> FusedStep | None:
+    """The compiled step, where it was compiled and every matrix is packed for it."""
+    functions = library()
+    if functions is None or not FusedStep.can_run(config.num_heads, config.num_kv_heads, config.head_dim):
+        return None
+    packed = []
+    for layer, layer_kv in zip(layers, kv.layers, strict=True):
+        matrices = [linear.matrix for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+                    if isinstance(linear, NativeLinear)]  # fmt: skip
+        if len(matrices) < 4 or layer_kv.dtype != torch.bfloat16:
+            return None
+        qkv, out, gate_up, down = matrices
+        packed.append(PackedLayer(layer.input_norm, qkv, layer.qkv_bias, out, layer.mlp_norm, gate_up, down, layer_kv))
+    return FusedStep(
+        packed, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        eps=config.rms_norm_eps, functions=functions,
+    )  # fmt: skip
 
 
 def _never() -> bool:

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from service.models.linear import Linear, LinearFormat
+from service.models.native import PackedMatrix, library
 from service.models.tensor_files import FileTensor
 from service.models.weights import Grouped, Weight, dense
 
@@ -103,6 +104,17 @@ class TwoStageHead:
         return _refine(logits, hidden, self._rows)
 
 
+class NativeHead:
+    """All logits from the 8-bit table itself and activations of 8 bits, the best `NUM_REFINED` again in float32."""
+
+    def __init__(self, table: Grouped, matrix: PackedMatrix) -> None:
+        self._matrix = matrix
+        self._rows = GroupedEmbedding(table)
+
+    def __call__(self, hidden: Tensor, /) -> Tensor:
+        return _refine(self._matrix(hidden), hidden, self._rows)
+
+
 class RefinedHead:
     """All logits from a quantised matrix, the best `NUM_REFINED` again from the checkpoint's own rows. CPU only."""
 
@@ -118,7 +130,8 @@ def _refine(logits: Tensor, hidden: Tensor, rows: Embedding) -> Tensor:
     """`logits` [N, V], with the best of each row computed again in float32."""
     best = logits.topk(min(NUM_REFINED, logits.shape[1]), sorted=False).indices  # [N, 64]
     weight = rows(best.view(-1)).view(*best.shape, -1)  # [N, 64, H]
-    return logits.scatter_(1, best, torch.bmm(weight, hidden[:, :, None])[:, :, 0])
+    exact = (weight * hidden[:, None]).sum(-1)  # NOTE: a matrix product's last bits depend on the number of rows
+    return logits.scatter_(1, best, exact)
 
 
 def make_embedding(table: Weight, form: LinearFormat) -> Embedding:
@@ -132,6 +145,9 @@ def make_head(table: Weight, form: LinearFormat) -> Head:
     is_8bit = isinstance(table, Grouped) and not table.is_4bit
     if is_8bit and form.quantization != "none" and form.device.type == "cpu" and form.dtype == torch.bfloat16:
         assert isinstance(table, Grouped)
+        functions = library()
+        if functions is not None and PackedMatrix.can_pack(table):
+            return NativeHead(table, PackedMatrix(table, functions))
         return TwoStageHead(table)
     plain = LinearFormat("none", form.dtype, form.device, keeps_dense=False) if is_8bit else form
     return LinearHead(plain.make(table), form.dtype)

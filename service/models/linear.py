@@ -28,9 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from service.models.errors import ModelError
+from service.models.native import PackedMatrix, library
 from service.models.nf4 import MAX_PACKED_ROWS, Nf4Linear, Parts, TiledNf4Linear
 from service.models.weights import GROUP, Grouped, Weight, dense, quantize_4bit
 
+MAX_NATIVE_ROWS = 64
 _int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
 
@@ -70,6 +72,19 @@ class Int4Linear:
         return _int4_matmul(x, self._packed, GROUP, self._scale_and_zero)
 
 
+class NativeLinear:
+    """4 bits a weight for our own kernel, which a `FusedStep` may also call on `matrix` itself."""
+
+    def __init__(self, matrix: PackedMatrix, dense: Tensor | None) -> None:
+        self.matrix = matrix
+        self._dense = dense  # [N, K] bf16
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        if x.shape[0] > MAX_NATIVE_ROWS and self._dense is not None:
+            return F.linear(x, self._dense)
+        return self.matrix(x).to(x.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearFormat:
     """How a model's matrices are kept. `quantization`: "auto" (as the file is), "none", "int4" or "nf4"."""
@@ -83,7 +98,7 @@ class LinearFormat:
         """Raises `ModelError` when the format cannot be had on this device."""
         if self._wants_int4(weight) and Int4Linear.can_pack(weight):
             grouped = weight if isinstance(weight, Grouped) and weight.is_4bit else quantize_4bit(dense(weight))
-            return Int4Linear(grouped, self.dtype, keeps_dense=self.keeps_dense)
+            return self._make_int4(grouped)
         placed = dense(weight).to(self.device)
         if self.quantization == "nf4":
             if TiledNf4Linear.can_tile(placed):
@@ -97,6 +112,14 @@ class LinearFormat:
             return TiledNf4Linear(parts, self.dtype, keeps_dense=self.keeps_dense)
         placed = {name: part.to(self.device) for name, part in parts.items()}
         return Nf4Linear(placed, self.dtype, keeps_dense=self.keeps_dense)
+
+    def _make_int4(self, weight: Grouped) -> Linear:
+        functions = library()
+        if functions is None or self.dtype != torch.bfloat16:
+            return Int4Linear(weight, self.dtype, keeps_dense=self.keeps_dense)
+        return NativeLinear(
+            PackedMatrix(weight, functions), weight.dense().to(self.dtype) if self.keeps_dense else None
+        )
 
     def _wants_int4(self, weight: Weight) -> bool:
         if self.quantization == "int4":

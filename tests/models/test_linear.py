@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from service.models.errors import ModelError
-from service.models.linear import MAX_PACKED_ROWS, DenseLinear, Int4Linear, LinearFormat, Nf4Linear
+from service.models.linear import MAX_PACKED_ROWS, DenseLinear, Int4Linear, LinearFormat, NativeLinear, Nf4Linear
+from service.models.native import library
 from service.models.weights import quantize_4bit
 
 CPU = torch.device("cpu")
@@ -48,11 +49,13 @@ def test_nf4_gives_the_same_for_few_rows_and_for_many(num_rows: int, keeps_dense
 def test_the_format_decides_by_what_the_file_holds() -> None:
     packed, plain = quantize_4bit(torch.randn(32, 64)), torch.randn(32, 64)
     auto = LinearFormat("auto", torch.bfloat16, CPU, keeps_dense=False)
-    assert isinstance(auto.make(packed), Int4Linear)
+    four_bits = Int4Linear if library() is None else NativeLinear
+    assert isinstance(auto.make(packed), four_bits)
     assert isinstance(auto.make(plain), DenseLinear)
     assert isinstance(LinearFormat("none", torch.bfloat16, CPU, keeps_dense=False).make(packed), DenseLinear)
     int4 = LinearFormat("int4", torch.bfloat16, CPU, keeps_dense=False)
-    assert isinstance(int4.make(plain), Int4Linear)
+    assert isinstance(int4.make(plain), four_bits)
+    assert isinstance(LinearFormat("int4", torch.float32, CPU, keeps_dense=False).make(plain), Int4Linear)
     assert isinstance(int4.make(torch.randn(33, 64)), DenseLinear)  # no whole tiles
 
 

@@ -1,0 +1,223 @@
+"""The compiled decode step (`step.c`): finds it, packs matrices for it, calls it. Optional, CPU only.
+
+The engine thread's. Knows no files and no models. Everything that C cannot check is checked here, so that no input
+makes it read or write where it may not. Calls release the GIL.
+
+Letters: M rows, N outputs, K inputs, T = N / 16 tiles, G = K / 32 groups, E hidden size, D head dim, C context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from service.models.weights import GROUP, Grouped
+
+TILE = 16
+_MAX_HEAD_DIM, _MAX_SHARED = 256, 32  # of step.c
+_NEEDS = {  # the best first
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("bits", ctypes.c_int64), ("data", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", ctypes.c_void_p), ("qkv", _Matrix), ("qkv_bias", ctypes.c_void_p), ("out", _Matrix),
+        ("mlp_norm", ctypes.c_void_p), ("gate_up", _Matrix), ("down", _Matrix), ("kv", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("hidden", ctypes.c_int64), ("mlp", ctypes.c_int64), ("heads", ctypes.c_int64), ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64), ("context", ctypes.c_int64), ("num_layers", ctypes.c_int64),
+        ("eps", ctypes.c_float), ("layers", ctypes.POINTER(_Layer)),
+    )  # fmt: skip
+
+
+class Library:
+    """The two functions of one compiled `step.c`. Raises `OSError` when the file cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        functions = ctypes.CDLL(str(path))  # NOTE: after torch, whose libgomp it uses
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.multiply = functions.chatglm_multiply
+        self.multiply.argtypes = [pointer, number, pointer, pointer]
+        self.step = functions.chatglm_step
+        self.step.argtypes = [pointer, number, pointer, pointer, pointer, pointer, pointer]
+
+
+def find_libraries() -> dict[str, Path]:
+    """What was compiled at the install and runs on this processor, by instruction set, the best first."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text("utf-8").partition("flags")[2].partition("\n")[0].split()
+    except OSError:
+        return {}
+    found = {}
+    for name, needed in _NEEDS.items():
+        files = sorted(Path(__file__).parent.glob(f"_step_{name}.*so"))
+        if files and needed <= set(flags):
+            found[name] = files[0]
+    return found
+
+
+@cache
+def library() -> Library | None:
+    """The best one, or None: no compiler at the install, another processor, a torch without its libgomp."""
+    for path in find_libraries().values():
+        try:
+            return Library(path)
+        except OSError:
+            continue
+    return None
+
+
+class PackedMatrix:
+    """A matrix [N, K] of 4 or 8 bits in the order of `step.c`. Lossless where scales are float16, as GGUF's are."""
+
+    def __init__(self, weight: Grouped, functions: Library) -> None:
+        rows, columns = weight.values.shape
+        if not self.can_pack(weight):
+            raise ValueError(f"{rows} x {columns} is not in tiles of {TILE} x {GROUP}, or has minimums and 8 bits")
+        self.shape = (rows, columns)
+        self._multiply = functions.multiply
+        self._data = (_pack_4bit if weight.is_4bit else _pack_8bit)(weight)  # [T, G, bytes of a block] uint8
+        self.struct = _Matrix(rows, columns, 4 if weight.is_4bit else 8, self._data.data_ptr())
+
+    @staticmethod
+    def can_pack(weight: Grouped) -> bool:
+        rows, columns = weight.values.shape
+        has_form = weight.is_4bit or not weight.minimum.any()
+        return rows % TILE == 0 and columns % GROUP == 0 and has_form
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] of any float type -> [M, N] float32. Raises `MemoryError`."""
+        if x.dim() != 2 or x.shape[1] != self.shape[1]:
+            raise ValueError(f"activations {list(x.shape)} for a matrix {list(self.shape)}")
+        x = x.float().contiguous()
+        out = torch.empty(x.shape[0], self.shape[0], dtype=torch.float32)
+        if self._multiply(ctypes.addressof(self.struct), x.shape[0], x.data_ptr(), out.data_ptr()) != 0:
+            raise MemoryError("can't allocate memory for rounded activations")
+        return out
+
+
+def _pack_4bit(weight: Grouped) -> Tensor:
+    tiles = weight.values.view(weight.values.shape[0] // TILE, TILE, -1, 4, 2, 4)  # [T, 16, G, j, half, c]
+    both = tiles[..., 0, :].bitwise_or(tiles[..., 1, :].bitwise_left_shift(4))  # [T, 16, G, j, c]
+    values = both.permute(0, 2, 3, 1, 4).flatten(2)  # [T, G, 256]
+    return torch.cat([values, _halves(weight.scale), _halves(weight.minimum)], dim=-1).contiguous()
+
+
+def _pack_8bit(weight: Grouped) -> Tensor:
+    unsigned = weight.values.view(torch.uint8).bitwise_xor(128)
+    tiles = unsigned.view(weight.values.shape[0] // TILE, TILE, -1, 8, 4)  # [T, 16, G, j, c]
+    return torch.cat([tiles.permute(0, 2, 3, 1, 4).flatten(2), _halves(weight.scale)], dim=-1).contiguous()
+
+
+def _halves(scale: Tensor) -> Tensor:
+    """[N, G] -> float16 bytes [T, G, 32]."""
+    tiles = scale.half().view(scale.shape[0] // TILE, TILE, -1).transpose(1, 2).contiguous()  # [T, G, 16]
+    return tiles.view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    input_norm: Tensor  # [E] float32
+    qkv: PackedMatrix
+    qkv_bias: Tensor | None  # [(H + 2G) * D] float32
+    out: PackedMatrix
+    mlp_norm: Tensor  # [E] float32
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    kv: Tensor  # [slots, 2, G, C, D] bfloat16
+
+
+class FusedStep:
+    """All layers of a decode step in one call."""
+
+    def __init__(
+        self, layers: Sequence[PackedLayer], *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
+        functions: Library,
+    ) -> None:  # fmt: skip
+        first = layers[0]
+        self._num_slots, _, _, self._context, _ = first.kv.shape
+        self._hidden_size, self._head_dim = first.qkv.shape[1], head_dim
+        self._keeps = [_check_layer(layer, first, num_heads, num_kv_heads, head_dim) for layer in layers]
+        self._layers = (_Layer * len(layers))(*map(_layer_struct, self._keeps))
+        self._model = _Model(
+            self._hidden_size, first.down.shape[1], num_heads, num_kv_heads, head_dim, self._context, len(layers), eps,
+            self._layers,
+        )  # fmt: skip
+        self._step = functions.step
+
+    @staticmethod
+    def can_run(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+        return head_dim <= _MAX_HEAD_DIM and head_dim % 2 == 0 and num_heads // num_kv_heads <= _MAX_SHARED
+
+    def __call__(
+        self, slots: Sequence[int], positions: Sequence[int], rotations: Tensor, query_scales: Tensor | None,
+        hidden: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Embeddings [M, E] -> hidden states after the last layer; the rows' keys and values are written.
+
+        `rotations` [M, D / 2] complex64, `query_scales` [M] float32. Raises `MemoryError`, with nothing changed.
+        """
+        num_rows = len(slots)
+        in_range = all(0 <= slot < self._num_slots for slot in slots)
+        if len(positions) != num_rows or not in_range or not all(0 <= at < self._context for at in positions):
+            raise ValueError(f"slots {list(slots)} at {list(positions)}: outside the KV")
+        hidden = _floats(hidden, num_rows, self._hidden_size).clone()
+        turns = _floats(torch.view_as_real(rotations).flatten(1), num_rows, self._head_dim)
+        scales = None if query_scales is None else _floats(query_scales[:, None], num_rows, 1)
+        where = torch.tensor([slots, positions], dtype=torch.int64)
+        failed = self._step(
+            ctypes.addressof(self._model), num_rows, where[0].data_ptr(), where[1].data_ptr(), turns.data_ptr(),
+            None if scales is None else scales.data_ptr(), hidden.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("can't allocate memory for a decode step")
+        return hidden
+
+
+def _floats(x: Tensor, rows: int, columns: int) -> Tensor:
+    if x.shape != (rows, columns) or x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(f"{x.dtype} {list(x.shape)} where float32 [{rows}, {columns}] is needed")
+    return x.contiguous()
+
+
+def _check_layer(
+    layer: PackedLayer, first: PackedLayer, num_heads: int, num_kv_heads: int, head_dim: int
+) -> PackedLayer:
+    """The layer, with everything contiguous. Raises `ValueError` when a shape is not what the others imply."""
+    hidden, mlp, width = first.qkv.shape[1], first.down.shape[1], (num_heads + 2 * num_kv_heads) * head_dim
+    shapes = [layer.qkv.shape, layer.out.shape, layer.gate_up.shape, layer.down.shape]
+    wanted = [(width, hidden), (hidden, num_heads * head_dim), (2 * mlp, hidden), (hidden, mlp)]
+    kv = (*first.kv.shape[:2], num_kv_heads, first.kv.shape[3], head_dim)
+    if shapes != wanted or layer.kv.shape != kv or layer.kv.dtype != torch.bfloat16 or not layer.kv.is_contiguous():
+        raise ValueError(f"matrices {shapes} and KV {list(layer.kv.shape)}: {wanted} and {list(kv)} are needed")
+    bias = layer.qkv_bias
+    return PackedLayer(
+        _floats(layer.input_norm[None], 1, hidden), layer.qkv,
+        None if bias is None else _floats(bias[None], 1, width), layer.out,
+        _floats(layer.mlp_norm[None], 1, hidden), layer.gate_up, layer.down, layer.kv,
+    )  # fmt: skip
+
+
+def _layer_struct(layer: PackedLayer) -> _Layer:
+    return _Layer(
+        layer.input_norm.data_ptr(), layer.qkv.struct, None if layer.qkv_bias is None else layer.qkv_bias.data_ptr(),
+        layer.out.struct, layer.mlp_norm.data_ptr(), layer.gate_up.struct, layer.down.struct, layer.kv.data_ptr(),
+    )  # fmt: skip

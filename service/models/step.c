@@ -1,0 +1,504 @@
+/* The decode step on a CPU: matrices of 4 and 8 bits times a few rows, and all layers of the causal decoder around them.
+ *
+ * One call computes one token for each of M rows, in one parallel region: between two kernels the threads meet at a
+ * barrier instead of going through Python and torch 25 times a layer. Compiled once per instruction set (setup.py) and
+ * called through ctypes (service/native/__init__.py), so it needs neither Python's nor torch's headers. It is compiled
+ * for OpenMP but not linked with it: the symbols are those of the libgomp that torch has loaded, hence one set of
+ * threads, and torch.set_num_threads counts here too.
+ *
+ * A matrix [N, K] is kept in tiles of 16 rows; a tile holds, for each group of 32 columns, one block:
+ *   4 bits: 256 bytes of values, 16 scales, 16 minimums, both float16:  w = q * scale + minimum, q in 0..15
+ *   8 bits: 512 bytes of values, 16 scales:                             w = (q - 128) * scale
+ * Values are ordered for instructions that multiply 4 neighbouring bytes at once: byte 4r + c of the j-th 64 bytes is
+ * row r, column 4j + c; with 4 bits, columns 8j + c are the lower half and 8j + 4 + c the upper half.
+ *
+ * Activations are rounded to 8 bits with a scale for each group of 32, as llama.cpp's Q8_1 does: the rounding is about
+ * as large as bfloat16's. Each row's result depends on that row alone: it is the same, bit for bit, in any batch and
+ * with any number of threads.
+ *
+ * Letters: M rows, E hidden size, F mlp size, H query heads, G kv heads, D head dim, C context.
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+enum { GROUP = 32, TILE = 16, BLOCK4 = 320, BLOCK8 = 544, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32 };
+
+typedef struct {
+    int64_t rows, columns; /* multiples of 16 and 32 */
+    int64_t bits;          /* 4 or 8 */
+    const uint8_t *data;
+} Matrix;
+
+typedef struct {
+    const float *input_norm; /* [E] */
+    Matrix qkv;
+    const float *qkv_bias; /* [(H + 2G) * D] or NULL */
+    Matrix out;
+    const float *mlp_norm; /* [E] */
+    Matrix gate_up, down;
+    uint16_t *kv; /* [slots, 2, G, C, D] bfloat16 */
+} Layer;
+
+typedef struct {
+    int64_t hidden, mlp, heads, kv_heads, head_dim, context, num_layers;
+    float eps;
+    const Layer *layers;
+} Model;
+
+/* Rounded activations of M rows: q [M, K], and for each group its scale, the sum of q, and that sum times the scale. */
+typedef struct {
+    int8_t *q;
+    float *scale, *sum;
+    int32_t *count;
+} Rounded;
+
+/* --- threads: libgomp's own, declared here because its header may be missing ------------------------------------- */
+
+extern int omp_get_max_threads(void);
+extern int omp_get_num_threads(void);
+extern int omp_get_thread_num(void);
+
+INLINE int64_t share(int64_t items, int64_t thread, int64_t threads) { return items * thread / threads; }
+
+/* --- small arithmetic, written so that the compiler makes vectors of it ------------------------------------------- */
+
+/* e^x to 2e-7 of its value: 2^n from the exponent bits, the rest from a polynomial (Cephes' expf). */
+INLINE float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float n = nearbyintf(x * 1.44269504f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
+    return p * power.f;
+}
+
+INLINE float from_bf16(uint16_t bits) {
+    union { uint32_t i; float f; } word = {(uint32_t)bits << 16};
+    return word.f;
+}
+
+INLINE uint16_t to_bf16(float value) { /* to the nearest, ties to even; NaN stays NaN */
+    union { float f; uint32_t i; } word = {value};
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((word.i + 0x7fff + ((word.i >> 16) & 1)) >> 16);
+}
+
+INLINE int32_t is_not_finite(float value) { /* by its bits: no optimisation of sums may lose it */
+    union { float f; int32_t i; } word = {value};
+    return (word.i & 0x7f800000) == 0x7f800000;
+}
+
+static void round_row(const float *x, int64_t columns, int8_t *q, float *scale, float *sum, int32_t *count) {
+    for (int64_t group = 0; group < columns / GROUP; group++, x += GROUP, q += GROUP) {
+        float largest = 0;
+        for (int i = 0; i < GROUP; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        float unit = largest / 127, inverse = unit > 0 ? 1 / unit : 0;
+        int32_t total = 0, is_bad = 0;
+        for (int i = 0; i < GROUP; i++) {
+            int32_t value = (int32_t)nearbyintf(x[i] * inverse);
+            q[i] = (int8_t)value;
+            total += value;
+            is_bad |= is_not_finite(x[i]);
+        }
+        if (is_bad) unit = NAN; /* it must reach the logits, not end as some number */
+        scale[group] = unit;
+        sum[group] = unit * (float)total;
+        count[group] = total;
+    }
+}
+
+/* [M, K] -> scaled to a root mean square of 1, times `weight`, into `out`. */
+static void norm_row(const float *x, const float *weight, int64_t size, float eps, float *out) {
+    float sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+    float factor = 1 / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+}
+
+/* --- matrix times rows ---------------------------------------------------------------------------------------------- */
+
+#if defined(__AVX512VNNI__)
+
+typedef __m512 Lanes; /* one value for each row of a tile */
+INLINE Lanes lanes_zero(void) { return _mm512_setzero_ps(); }
+INLINE Lanes lanes_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE Lanes lanes_fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Lanes lanes_scaled(Lanes a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+INLINE Lanes lanes_fma1(Lanes a, float b, Lanes c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
+INLINE Lanes lanes_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE Lanes lanes_add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
+INLINE void lanes_store(float *p, Lanes a) { _mm512_storeu_ps(p, a); }
+
+typedef struct { __m512i part[8]; } Bytes; /* a block's values: part j holds columns 4j..4j+3 of 16 rows */
+INLINE Bytes unpack4(const uint8_t *block) {
+    Bytes bytes;
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int j = 0; j < 4; j++) {
+        __m512i both = _mm512_loadu_si512(block + 64 * j);
+        bytes.part[2 * j] = _mm512_and_si512(both, low);
+        bytes.part[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    }
+    return bytes;
+}
+INLINE Bytes unpack8(const uint8_t *block) {
+    Bytes bytes;
+    for (int j = 0; j < 8; j++) bytes.part[j] = _mm512_loadu_si512(block + 64 * j);
+    return bytes;
+}
+INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int bits) {
+    (void)bits;
+    __m512i total = _mm512_set1_epi32(start);
+    for (int j = 0; j < 8; j++) {
+        int32_t four;
+        memcpy(&four, x + 4 * j, 4);
+        total = _mm512_dpbusd_epi32(total, bytes->part[j], _mm512_set1_epi32(four));
+    }
+    return _mm512_cvtepi32_ps(total);
+}
+
+#else /* AVX2: the same in two halves of 8 rows */
+
+typedef struct { __m256 a, b; } Lanes;
+INLINE Lanes lanes_zero(void) { return (Lanes){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+INLINE Lanes lanes_half(const uint8_t *p) {
+    return (Lanes){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
+}
+INLINE Lanes lanes_fma(Lanes a, Lanes b, Lanes c) {
+    return (Lanes){_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)};
+}
+INLINE Lanes lanes_scaled(Lanes a, float b) {
+    return (Lanes){_mm256_mul_ps(a.a, _mm256_set1_ps(b)), _mm256_mul_ps(a.b, _mm256_set1_ps(b))};
+}
+INLINE Lanes lanes_fma1(Lanes a, float b, Lanes c) {
+    return lanes_fma(a, (Lanes){_mm256_set1_ps(b), _mm256_set1_ps(b)}, c);
+}
+INLINE Lanes lanes_load(const float *p) { return (Lanes){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE Lanes lanes_add(Lanes a, Lanes b) { return (Lanes){_mm256_add_ps(a.a, b.a), _mm256_add_ps(a.b, b.b)}; }
+INLINE void lanes_store(float *p, Lanes a) {
+    _mm256_storeu_ps(p, a.a);
+    _mm256_storeu_ps(p + 8, a.b);
+}
+
+typedef struct { __m256i part[16]; } Bytes; /* part 2j: rows 0-7, part 2j + 1: rows 8-15 */
+INLINE Bytes unpack4(const uint8_t *block) {
+    Bytes bytes;
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int j = 0; j < 8; j++) {
+        __m256i both = _mm256_loadu_si256((const __m256i *)(block + 32 * j));
+        int first = 4 * (j / 2) + j % 2;
+        bytes.part[first] = _mm256_and_si256(both, low);
+        bytes.part[first + 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    }
+    return bytes;
+}
+INLINE Bytes unpack8(const uint8_t *block) {
+    Bytes bytes;
+    for (int j = 0; j < 16; j++) bytes.part[j] = _mm256_loadu_si256((const __m256i *)(block + 32 * j));
+    return bytes;
+}
+INLINE __m256i dot_four(__m256i w, __m256i x, int bits) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if (bits == 4) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones); /* 2 * 15 * 127 fits 16 bits */
+    /* 8 bits would not fit: the even and the odd columns apart */
+    __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(255)), w_odd = _mm256_srli_epi16(w, 8);
+    __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
+    return _mm256_add_epi32(_mm256_madd_epi16(w_even, x_even), _mm256_madd_epi16(w_odd, x_odd));
+}
+INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int bits) {
+    __m256i a = _mm256_set1_epi32(start), b = a;
+    for (int j = 0; j < 8; j++) {
+        int32_t four;
+        memcpy(&four, x + 4 * j, 4);
+        __m256i columns = _mm256_set1_epi32(four);
+        a = _mm256_add_epi32(a, dot_four(bytes->part[2 * j], columns, bits));
+        b = _mm256_add_epi32(b, dot_four(bytes->part[2 * j + 1], columns, bits));
+    }
+    return (Lanes){_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
+}
+
+#endif
+
+/* One tile times `num` rows (a constant where this is inlined) of x, from row `first` on. */
+INLINE void tile_rows(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t first, int num, int bits,
+                      float *out, int64_t stride, int adds) {
+    const int64_t groups = matrix->columns / GROUP, size = bits == 4 ? BLOCK4 : BLOCK8;
+    const uint8_t *block = matrix->data + tile * groups * size;
+    Lanes total[ROWS_AT_ONCE];
+    for (int m = 0; m < num; m++) total[m] = lanes_zero();
+    for (int64_t group = 0; group < groups; group++, block += size) {
+        const Bytes bytes = bits == 4 ? unpack4(block) : unpack8(block);
+        const Lanes scale = lanes_half(block + (bits == 4 ? 256 : 512));
+        const Lanes minimum = bits == 4 ? lanes_half(block + 288) : lanes_zero();
+        for (int m = 0; m < num; m++) {
+            const int64_t at = (first + m) * groups + group;
+            Lanes product = dot(&bytes, x->q + at * GROUP, bits == 4 ? 0 : -128 * x->count[at], bits);
+            total[m] = lanes_fma(lanes_scaled(product, x->scale[at]), scale, total[m]);
+            if (bits == 4) total[m] = lanes_fma1(minimum, x->sum[at], total[m]);
+        }
+    }
+    for (int m = 0; m < num; m++) {
+        float *row = out + (first + m) * stride + tile * TILE;
+        lanes_store(row, adds ? lanes_add(lanes_load(row), total[m]) : total[m]);
+    }
+}
+
+INLINE void tile_all(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t rows, int bits, float *out,
+                     int64_t stride, int adds) {
+    int64_t first = 0;
+    for (; first + ROWS_AT_ONCE <= rows; first += ROWS_AT_ONCE)
+        tile_rows(matrix, tile, x, first, ROWS_AT_ONCE, bits, out, stride, adds);
+    switch (rows - first) {
+        case 5: tile_rows(matrix, tile, x, first, 5, bits, out, stride, adds); break;
+        case 4: tile_rows(matrix, tile, x, first, 4, bits, out, stride, adds); break;
+        case 3: tile_rows(matrix, tile, x, first, 3, bits, out, stride, adds); break;
+        case 2: tile_rows(matrix, tile, x, first, 2, bits, out, stride, adds); break;
+        case 1: tile_rows(matrix, tile, x, first, 1, bits, out, stride, adds); break;
+    }
+}
+
+/* This thread's part of x [M, K] * matrix -> out [M, N], or added to it. */
+static void multiply_part(const Matrix *matrix, const Rounded *x, int64_t rows, float *out, int adds) {
+    const int64_t tiles = matrix->rows / TILE, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    for (int64_t tile = share(tiles, thread, threads); tile < share(tiles, thread + 1, threads); tile++) {
+        if (matrix->bits == 4)
+            tile_all(matrix, tile, x, rows, 4, out, matrix->rows, adds);
+        else
+            tile_all(matrix, tile, x, rows, 8, out, matrix->rows, adds);
+    }
+}
+
+/* --- memory for one call -------------------------------------------------------------------------------------------- */
+
+static size_t rounded_size(int64_t rows, int64_t columns) { return rows * (columns + columns / GROUP * 12) + 64; }
+
+static Rounded place_rounded(char *memory, int64_t rows, int64_t columns) {
+    const int64_t groups = rows * columns / GROUP;
+    float *floats = (float *)memory;
+    return (Rounded){(int8_t *)(floats + 3 * groups), floats, floats + groups, (int32_t *)(floats + 2 * groups)};
+}
+
+static void round_rows(const float *x, int64_t rows, int64_t columns, int64_t from, int64_t to, Rounded *out) {
+    (void)rows;
+    const int64_t groups = columns / GROUP;
+    for (int64_t m = from; m < to; m++)
+        round_row(x + m * columns, columns, out->q + m * columns, out->scale + m * groups, out->sum + m * groups,
+                  out->count + m * groups);
+}
+
+/* x [M, K] * matrix -> out [M, N]. Returns 0, or -1 when there is no memory. */
+API int chatglm_multiply(const Matrix *matrix, int64_t rows, const float *x, float *out) {
+    char *memory = malloc(rounded_size(rows, matrix->columns));
+    if (memory == NULL) return -1;
+    Rounded rounded = place_rounded(memory, rows, matrix->columns);
+#pragma omp parallel
+    {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        round_rows(x, rows, matrix->columns, share(rows, thread, threads), share(rows, thread + 1, threads), &rounded);
+#pragma omp barrier
+        multiply_part(matrix, &rounded, rows, out, 0);
+    }
+    free(memory);
+    return 0;
+}
+
+/* --- attention ------------------------------------------------------------------------------------------------------- */
+
+INLINE void rotate(const float *x, const float *rotation, int64_t head_dim, float *out) {
+    for (int64_t i = 0; i < head_dim; i += 2) {
+        out[i] = x[i] * rotation[i] - x[i + 1] * rotation[i + 1];
+        out[i + 1] = x[i] * rotation[i + 1] + x[i + 1] * rotation[i];
+    }
+}
+
+/* What a span of positions gives a query: the largest score, the sum of weights relative to it, the weighted values. */
+typedef struct {
+    float largest, sum, values[MAX_HEAD_DIM];
+} Partial;
+
+/* The queries that share one kv head, over positions [start, end). */
+static void attend(const Model *model, const float *queries, const uint16_t *keys, const uint16_t *values, int64_t start,
+                   int64_t end, Partial *partials) {
+    const int64_t shared = model->heads / model->kv_heads, size = model->head_dim;
+    float scores[MAX_SHARED][SPAN], row[MAX_HEAD_DIM];
+    for (int64_t at = start; at < end; at++) {
+        for (int64_t i = 0; i < size; i++) row[i] = from_bf16(keys[at * size + i]);
+        for (int64_t query = 0; query < shared; query++) {
+            float score = 0;
+            for (int64_t i = 0; i < size; i++) score += queries[query * size + i] * row[i];
+            scores[query][at - start] = score;
+        }
+    }
+    for (int64_t query = 0; query < shared; query++) {
+        Partial *partial = partials + query;
+        float largest = scores[query][0], sum = 0;
+        int32_t is_bad = 0;
+        for (int64_t i = 0; i < end - start; i++) {
+            largest = scores[query][i] > largest ? scores[query][i] : largest;
+            is_bad |= is_not_finite(scores[query][i]);
+        }
+        for (int64_t i = 0; i < end - start; i++) {
+            const float weight = fast_exp(scores[query][i] - largest);
+            scores[query][i] = weight;
+            sum += weight;
+        }
+        partial->largest = is_bad ? 0 : largest;
+        partial->sum = is_bad ? NAN : sum;
+        for (int64_t i = 0; i < size; i++) partial->values[i] = 0;
+    }
+    for (int64_t at = start; at < end; at++) {
+        for (int64_t i = 0; i < size; i++) row[i] = from_bf16(values[at * size + i]);
+        for (int64_t query = 0; query < shared; query++) {
+            const float weight = scores[query][at - start];
+            float *total = partials[query].values;
+            for (int64_t i = 0; i < size; i++) total[i] += weight * row[i];
+        }
+    }
+}
+
+static void combine(const Partial *partials, int64_t spans, int64_t stride, int64_t size, float *out) {
+    float largest = partials[0].largest, sum = 0;
+    for (int64_t span = 1; span < spans; span++) {
+        const float other = partials[span * stride].largest;
+        largest = other > largest ? other : largest;
+    }
+    for (int64_t i = 0; i < size; i++) out[i] = 0;
+    for (int64_t span = 0; span < spans; span++) {
+        const Partial *partial = partials + span * stride;
+        const float weight = fast_exp(partial->largest - largest);
+        sum += weight * partial->sum;
+        for (int64_t i = 0; i < size; i++) out[i] += weight * partial->values[i];
+    }
+    for (int64_t i = 0; i < size; i++) out[i] /= sum;
+}
+
+/* --- the step -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Model *model;
+    int64_t rows, max_spans;
+    const int64_t *slots, *positions;
+    const float *rotations, *query_scales;
+    float *hidden, *qkv, *gate_up;
+    Partial *partials; /* [M, spans, H] */
+} Step;
+
+INLINE int64_t num_spans(int64_t position) { return position / SPAN + 1; }
+
+/* A row's kv head, one span of positions. The last span also writes the new key and value. */
+static void attend_task(const Step *step, const Layer *layer, int64_t row, int64_t kv_head, int64_t span) {
+    const Model *model = step->model;
+    const int64_t size = model->head_dim, shared = model->heads / model->kv_heads, position = step->positions[row];
+    const float *qkv = step->qkv + row * (model->heads + 2 * model->kv_heads) * size;
+    const float *rotation = step->rotations + row * size;
+    const int64_t plane = model->context * size;
+    uint16_t *keys = layer->kv + (step->slots[row] * 2 * model->kv_heads + kv_head) * plane;
+    uint16_t *values = keys + model->kv_heads * plane;
+    int64_t end = (span + 1) * SPAN;
+    if (span + 1 == num_spans(position)) {
+        float key[MAX_HEAD_DIM];
+        const float *value = qkv + (model->heads + model->kv_heads + kv_head) * size;
+        rotate(qkv + (model->heads + kv_head) * size, rotation, size, key);
+        for (int64_t i = 0; i < size; i++) keys[position * size + i] = to_bf16(key[i]);
+        for (int64_t i = 0; i < size; i++) values[position * size + i] = to_bf16(value[i]);
+        end = position + 1;
+    }
+    float queries[MAX_SHARED * MAX_HEAD_DIM];
+    const float factor = (step->query_scales ? step->query_scales[row] : 1.0f) / sqrtf((float)size);
+    for (int64_t query = 0; query < shared; query++) {
+        float *rotated = queries + query * size;
+        rotate(qkv + (kv_head * shared + query) * size, rotation, size, rotated);
+        for (int64_t i = 0; i < size; i++) rotated[i] *= factor;
+    }
+    Partial *partials = step->partials + (row * step->max_spans + span) * model->heads + kv_head * shared;
+    attend(model, queries, keys, values, span * SPAN, end, partials);
+}
+
+/* This thread's part of all rows, kv heads and spans. */
+static void attend_part(const Step *step, const Layer *layer) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    int64_t tasks = 0, task = 0;
+    for (int64_t row = 0; row < step->rows; row++) tasks += num_spans(step->positions[row]) * step->model->kv_heads;
+    const int64_t from = share(tasks, thread, threads), to = share(tasks, thread + 1, threads);
+    for (int64_t row = 0; row < step->rows; row++)
+        for (int64_t kv_head = 0; kv_head < step->model->kv_heads; kv_head++)
+            for (int64_t span = 0; span < num_spans(step->positions[row]); span++, task++)
+                if (task >= from && task < to) attend_task(step, layer, row, kv_head, span);
+}
+
+/* One layer. What a row needs before a matrix is computed by each thread for itself: that takes less than a barrier. */
+static void run_layer(const Step *step, const Layer *layer, float *wide, Rounded *rounded) {
+    const Model *model = step->model;
+    const int64_t hidden = model->hidden, mlp = model->mlp, size = model->head_dim, attended = model->heads * size;
+    for (int64_t row = 0; row < step->rows; row++)
+        norm_row(step->hidden + row * hidden, layer->input_norm, hidden, model->eps, wide + row * hidden);
+    round_rows(wide, step->rows, hidden, 0, step->rows, rounded);
+    multiply_part(&layer->qkv, rounded, step->rows, step->qkv, 0);
+#pragma omp barrier
+    if (layer->qkv_bias != NULL) {
+#pragma omp for
+        for (int64_t row = 0; row < step->rows; row++)
+            for (int64_t i = 0; i < layer->qkv.rows; i++) step->qkv[row * layer->qkv.rows + i] += layer->qkv_bias[i];
+    }
+    attend_part(step, layer);
+#pragma omp barrier
+    for (int64_t row = 0; row < step->rows; row++)
+        for (int64_t head = 0; head < model->heads; head++)
+            combine(step->partials + row * step->max_spans * model->heads + head, num_spans(step->positions[row]),
+                    model->heads, size, wide + row * attended + head * size);
+    round_rows(wide, step->rows, attended, 0, step->rows, rounded);
+    multiply_part(&layer->out, rounded, step->rows, step->hidden, 1);
+#pragma omp barrier
+    for (int64_t row = 0; row < step->rows; row++)
+        norm_row(step->hidden + row * hidden, layer->mlp_norm, hidden, model->eps, wide + row * hidden);
+    round_rows(wide, step->rows, hidden, 0, step->rows, rounded);
+    multiply_part(&layer->gate_up, rounded, step->rows, step->gate_up, 0);
+#pragma omp barrier
+    for (int64_t row = 0; row < step->rows; row++) {
+        const float *gate = step->gate_up + row * 2 * mlp, *up = gate + mlp;
+        for (int64_t i = 0; i < mlp; i++) wide[row * mlp + i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
+    }
+    round_rows(wide, step->rows, mlp, 0, step->rows, rounded);
+    multiply_part(&layer->down, rounded, step->rows, step->hidden, 1);
+#pragma omp barrier
+}
+
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* One token for each of M rows: hidden [M, E] goes in as embeddings and comes out after the last layer. Row m is in slot
+ * slots[m] at positions[m]; rotations [M, D] are (cos, sin) of its pairs; query_scales [M] or NULL.
+ * Returns 0, or -1 when there is no memory: nothing was changed then. */
+API int chatglm_step(const Model *model, int64_t rows, const int64_t *slots, const int64_t *positions,
+                     const float *rotations, const float *query_scales, float *hidden) {
+    int64_t last = 0;
+    for (int64_t row = 0; row < rows; row++) last = larger(last, positions[row]);
+    Step step = {model, rows, num_spans(last), slots, positions, rotations, query_scales, hidden, NULL, NULL, NULL};
+    const int64_t qkv = (model->heads + 2 * model->kv_heads) * model->head_dim;
+    const int64_t widest = larger(larger(model->hidden, model->mlp), model->heads * model->head_dim);
+    const size_t shared = sizeof(float) * rows * (qkv + 2 * model->mlp) + sizeof(Partial) * rows * step.max_spans * model->heads;
+    const size_t own = (sizeof(float) * rows * widest + rounded_size(rows, widest) + 127) / 64 * 64;
+    char *memory = malloc(shared + own * omp_get_max_threads());
+    if (memory == NULL) return -1;
+    step.partials = (Partial *)memory;
+    step.qkv = (float *)(step.partials + rows * step.max_spans * model->heads);
+    step.gate_up = step.qkv + rows * qkv;
+#pragma omp parallel
+    {
+        float *wide = (float *)(memory + shared + own * omp_get_thread_num());
+        Rounded rounded = place_rounded((char *)(wide + rows * widest), rows, widest);
+        for (int64_t i = 0; i < model->num_layers; i++) run_layer(&step, model->layers + i, wide, &rounded);
+    }
+    free(memory);
+    return 0;
+}
