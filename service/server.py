@@ -1,9 +1,10 @@
-"""What requests mean: chat, interrupt, edit, resume, health, stats, over the connections of one Unix socket.
+"""The service on one Unix socket: its phases, its connections, and where each request goes.
 
 Thread: the event loop. It knows the engine only by its contract, and no tensors, no prompts, no files.
 
-Covers: phases, request ids, limits, who may resume. Does not cover: the streams while and after they live (`shelf.py`),
-the bytes (`connection.py`), the queue and the model (the engine), the life of the process (`daemon.py`).
+Covers: who may connect, health, stats, errors. Does not cover: what chat, interrupt, edit and resume mean (`desk.py`),
+the streams while and after they live (`shelf.py`), the bytes (`connection.py`), the queue and the model (the engine),
+the life of the process (`daemon.py`).
 """
 
 from __future__ import annotations
@@ -11,42 +12,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from service import __version__
 from service.connection import Connection, check_peer
+from service.desk import Desk, who
 from service.engine import base
 from service.hangup import HangupWatch
-from service.ledger import Ledger, Who
+from service.ledger import Ledger
 from service.metrics import Metrics
 from service.protocol import (
-    BadRequest,
     Busy,
     Chat,
     Draining,
     DrainNotice,
     Edit,
     Error,
-    Forbidden,
     Health,
     HealthReport,
     Interrupt,
     NotReady,
     Request,
     Resume,
-    ResumeExpired,
     ServiceError,
     Stats,
     StatsReport,
-    UnknownRequest,
 )
 from service.shelf import Shelf
 from service.spool import Spool
-from service.streams import Stream, with_last_message
+from service.streams import Stream
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +99,7 @@ class Server:
         self._drain_deadline = 0.0
         # requests
         self.shelf = Shelf(self._ledger, spool, resume_s=limits.resume_s, now=now)
+        self._desk = Desk(self.shelf, limits=limits, metrics=metrics, ready_engine=self._ready_engine)
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -220,13 +218,13 @@ class Server:
         try:
             match request:
                 case Chat():
-                    self._chat(connection, request)
+                    self._desk.chat(connection, request)
                 case Interrupt():
-                    self._interrupt(connection, request)
+                    self._desk.interrupt(connection, request)
                 case Edit():
-                    self._edit(connection, request)
+                    self._desk.edit(connection, request)
                 case Resume():
-                    self._resume(connection, request)
+                    self._desk.resume(connection, request)
                 case Health():
                     connection.write(self.health())
                 case Stats():
@@ -251,99 +249,9 @@ class Server:
             info.context_limit, info.slots, self._engine.num_running, self._engine.num_queued, uptime_s, __version__,
         )  # fmt: skip
 
-    def _chat(self, connection: Connection, chat: Chat) -> None:
-        engine = self._ready_engine()
-        self._check_new_id(connection, chat.id)
-        self._check_wishes(chat)
-        stream = Stream(chat, uid=connection.uid, resume_token=secrets.token_urlsafe(18))
-        self.shelf.submit(engine, stream, who(connection), (connection.uid, connection.number))
-        self._attach(connection, stream)
-
-    def _check_wishes(self, chat: Chat) -> None:
-        """Refuse what the operator does not allow."""
-        limits, num_tokens = self.limits, chat.params.get("max_new_tokens", 0)
-        if limits.max_new_tokens and num_tokens > limits.max_new_tokens:
-            self.reached("max_new_tokens")
-            path = "$.params.max_new_tokens"
-            raise BadRequest(f"{path}: at most {limits.max_new_tokens} are allowed here, got {num_tokens}", path=path)
-        if chat.deadline_s > limits.max_deadline_s:
-            self.reached("max_deadline_s")
-            path = "$.deadline_s"
-            raise BadRequest(f"{path}: at most {limits.max_deadline_s:g} s are allowed here", path=path)
-
-    def _interrupt(self, connection: Connection, request: Interrupt) -> None:
-        stream = connection.streams.get(request.id)
-        if stream is not None:
-            self.shelf.cancel(stream, "interrupted")
-        elif request.id not in connection.recent_chats:
-            raise UnknownRequest(f"no live request {request.id!r} on this connection")
-
-    def _edit(self, connection: Connection, request: Edit) -> None:
-        old = connection.streams.get(request.id)
-        chat = old.chat if old is not None else connection.recent_chats.get(request.id)
-        if chat is None:
-            raise UnknownRequest(f"no request {request.id!r} on this connection")
-        chat = with_last_message(chat, id=request.new_id, prompt=request.prompt)
-        if old is not None and not old.has_started and not old.is_finished:
-            self._ready_engine()
-            self._check_new_id(connection, chat.id)
-            self.shelf.cancel(old, "interrupted")  # first: it gives up its own place in the queue
-        self._chat(connection, chat)
-        if old is not None:
-            self.shelf.cancel(old, "interrupted")
-
-    def _resume(self, connection: Connection, request: Resume) -> None:
-        stream, record = self.shelf.find(request.resume_token)
-        if connection.uid != stream.uid:
-            raise Forbidden("another user started this request")
-        id = request.id or stream.chat.id
-        if connection.streams.get(id) is not stream:
-            self._check_new_id(connection, id)
-        replayed = stream.replay(request.after)
-        if not replayed and stream.is_exhausted:
-            raise ResumeExpired("the request has ended and all its events were received")
-        if record is not None and record.saved is not None:
-            engine = self._ready_engine()
-            self.shelf.check_model(engine, record, record.saved)
-            self.shelf.submit(engine, stream, who(connection), (connection.uid, connection.number), record.saved)
-        self._metrics.resumes.inc()
-        self.shelf.take_up(stream, record)
-        self._move(stream, connection, id)
-        for event in replayed:
-            connection.write(replace(event, id=id))
-        connection.write_pending(stream)
-
-    def _move(self, stream: Stream, connection: Connection, id: str) -> None:
-        """From now on this connection reads the stream, under this id."""
-        before = stream.connection
-        if before is not None:
-            before.streams.pop(stream.id, None)
-        stream.id = id
-        stream.connection = connection
-        connection.streams[id] = stream
-        if before is not None and before is not connection:
-            before.close_when_idle()
-
-    def _attach(self, connection: Connection, stream: Stream) -> None:
-        stream.connection = connection
-        connection.streams[stream.id] = stream
-        connection.write_pending(stream)
-
     def _ready_engine(self) -> base.Engine:
         if self.phase == "draining":
             raise Draining("the service is stopping", retry_after_s=max(1.0, self._drain_deadline - self._now()))
         if self._engine is None:
             raise NotReady(f"the model is loading ({self.progress:.0%})", retry_after_s=2.0)
         return self._engine
-
-    def _check_new_id(self, connection: Connection, id: str) -> None:
-        if id in connection.streams:
-            raise BadRequest(f"$.id: {id!r} is the id of a live request of this connection", path="$.id")
-        limit = self.limits.max_requests_per_connection
-        if len(connection.streams) >= limit:
-            self.reached("max_requests_per_connection")
-            raise Busy(f"this connection has {limit} live requests already", retry_after_s=1.0)
-
-
-def who(connection: Connection) -> Who:
-    return Who(connection.uid, connection.pid)

@@ -42,7 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service.connection": {"service.protocol", "service.server", "service.streams"},
     "service.server": {
         "service", "service.protocol", "service.engine.base", "service.streams", "service.metrics",
-        "service.ledger", "service.connection", "service.hangup", "service.spool", "service.shelf",
+        "service.ledger", "service.connection", "service.desk", "service.hangup", "service.spool", "service.shelf",
+    },
+    "service.desk": {
+        "service.protocol", "service.engine.base", "service.streams", "service.metrics", "service.ledger",
+        "service.connection", "service.server", "service.shelf",
     },
     "service.spool": {"service.protocol", "service.engine.base", "service.streams"},
     "service.shelf": {
@@ -76,6 +80,7 @@ TESTED_ELSEWHERE = {
     "service/__main__": "test_daemon",
     "service/daemon": "test_daemon",
     "service/connection": "test_server",
+    "service/desk": "test_server",
     "service/hangup": "test_server",
     "service/shelf": "test_server",
     "service/guard": "faults/test_place",
