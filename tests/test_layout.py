@@ -92,6 +92,7 @@ TESTED_ELSEWHERE = {
     "webui/__main__": "test_supervisor",
     "webui/gateway": "webui/test_app",
     "webui/main": "webui/test_settings",
+    "webui/script": "webui/test_restart",
 }
 
 

@@ -26,9 +26,10 @@ import gradio as gr
 from fastapi import FastAPI
 
 from service.protocol import Params
-from webui import look, presets, texts
+from webui import look, presets, script, texts
 from webui.gateway import SafeHeaders, Stoppable, add_healthz
-from webui.history import NOTICE_ID, WAITING_ID, to_messages, without_waiting
+from webui.history import as_messages, to_messages, verbatim, without_waiting
+from webui.kept import Kept, read_kept
 from webui.pages import MAX_PAGES, Page, Pages
 from webui.session import ChatSession
 from webui.texts import EXAMPLES, TITLE, labels, preferred_language
@@ -37,6 +38,9 @@ from webui.view import View
 
 log = logging.getLogger(__name__)
 
+ELSEWHERE_S = 2.0  # how long the page before this one in the same tab may take to leave
+CLOSED: dict[str, Any] = {"interactive": False, "submit_btn": False, "stop_btn": True}  # the text box
+OPEN: dict[str, Any] = {"interactive": True, "submit_btn": True, "stop_btn": False}
 STATUS_S = 0.25  # the status line changes at most 4 times a second
 LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -71,7 +75,7 @@ def build_app(
     app.state.stopping = stopping  # set it, and every stream ends
     app.add_middleware(SafeHeaders)
     app.add_middleware(Stoppable, stopping=stopping)
-    add_healthz(app, service)
+    add_healthz(app, service, stopping)
     i18n = gr.I18n(**{"zh": labels("zh"), "zh-CN": labels("zh"), "en": labels("en")})
     demo = build_page(Events(pages, service, patience), i18n)
     demo.state_session_capacity = MAX_PAGES  # NOTE: 70 kB each, and one for each API call too; 10,000 by default
@@ -79,6 +83,7 @@ def build_app(
         app, demo, path="/", auth=list(credentials) or None, root_path=root_path or None, footer_links=[],
         run_history=False, enable_monitoring=False, show_error=False, ssr_mode=False, i18n=i18n,
         theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=look.FONTS), css=look.CSS,
+        js=script.WATCH,
     )  # fmt: skip
     assert hasattr(demo._queue, "sleep_when_free")
     demo._queue.sleep_when_free = 0.01  # NOTE: an idle queue polls each 1 ms, which takes 8 % of a core
@@ -110,34 +115,71 @@ class Events:
             empty_chat = gr.skip()
             await page.session.pause(1.0)
 
+    async def restored(self, stored: str, request: gr.Request) -> AsyncGenerator[tuple[Any, ...], None]:
+        """A page was loaded: a tab's conversation is shown again, and what was being answered is taken up.
+
+        Like `answer`, with the whole chat, and Gradio's own note of it; the box is closed until then.
+        """
+        kept = read_kept(stored)
+        messages, answer = list(kept.messages), []
+        page = await self._pages.open(_name(request), _language(request))
+        try:
+            if kept.resume_token:
+                yield messages, gr.skip(), gr.skip(), gr.update(**CLOSED), gr.skip(), messages
+                async with aclosing(self._taken_up(page, kept)) as updates:
+                    async for answer, *values in updates:
+                        if not page.has_taken_up:  # the next question has been asked
+                            return
+                        yield [*messages, *answer], *values, gr.skip()
+        except Exception:
+            log.exception("the page failed to take up an answer")
+        messages = [*messages, *answer]
+        yield messages, gr.skip(), gr.skip(), gr.update(**OPEN, value=kept.draft), "", messages
+
+    async def _taken_up(self, page: Page, kept: Kept) -> AsyncGenerator[tuple[Any, ...], None]:
+        page.has_taken_up = True
+        if await self._pages.is_read(kept.resume_token, ELSEWHERE_S):
+            view = View(state="stopped", sentence=texts.say(page.language, "read_elsewhere"))
+            yield as_messages(view), look.status(view, page.language), look.NOTHING, gr.skip(), gr.skip()
+            return
+        messages = to_messages(kept.messages[:-1], kept.question)
+        views = page.session.take_up(kept.resume_token, messages, language=page.language)
+        async with aclosing(_shown(page, views)) as updates:
+            async for update in updates:
+                yield update
+
     async def closed(self, request: gr.Request) -> None:
         """The tab is gone. NOTE: a running answer would notice only at its next piece of text."""
         await self._pages.close(_name(request))
 
-    async def stopped(self, shown: list[Any], request: gr.Request) -> tuple[Any, Any]:
+    async def stopped(self, shown: list[Any], request: gr.Request) -> tuple[Any, ...]:
         """The stop button: Gradio ends the answer's generator; what the page says of it is ours."""
         page = self._pages.get(_name(request))
         if page is None or page.view is None:
-            return gr.skip(), gr.skip()
+            return gr.skip(), gr.skip(), gr.skip(), gr.skip()
         page.session.interrupt()
         page.view = page.view.as_stopped(partial(texts.say, page.language))
-        turns = [*without_waiting(shown), *_chat(replace(page.view, text=""))]
-        return look.status(page.view, page.language), turns
+        turns = [*without_waiting(shown), *as_messages(replace(page.view, text=""))]
+        box = gr.update(**OPEN) if page.has_taken_up else gr.skip()  # else Gradio opens it
+        return look.status(page.view, page.language), turns, box, ""
 
-    async def cleared(self, request: gr.Request) -> tuple[Any, Any]:
+    async def cleared(self, request: gr.Request) -> tuple[Any, Any, Any]:
         report = await self._service.health()
-        return look.idle_status(report, _language(request)), look.NOTHING
+        return look.idle_status(report, _language(request)), look.NOTHING, ""
 
     async def answer(
         self, message: str, history: list[Any], preset: str, temperature: float, top_p: float, top_k: float,
         max_new_tokens: float, repetition_penalty: float, request: gr.Request,
     ) -> AsyncGenerator[tuple[Any, ...], None]:  # fmt: skip
-        """One answer, as chat messages, status line, notice and text box."""
+        """One answer, as chat messages, status line, notice, text box and what resumes it."""
         language = _language(request)
         try:
             values = (temperature, top_p, top_k, max_new_tokens, repetition_penalty)
             params = presets.changed(preset, dict(zip(presets.OFFERED, values, strict=True)))
             async with self._pages.borrow(_name(request), language) as page:
+                if page.has_taken_up:  # the box was closed until its end, so whoever comes before that is no person
+                    page.has_taken_up = False
+                    page.session.interrupt()
                 views = page.session.ask(to_messages(history, message), params, language=language)
                 async with aclosing(_shown(page, views)) as updates:
                     async for update in updates:
@@ -145,39 +187,26 @@ class Events:
         except Exception:
             log.exception("the page failed to answer")
             view = View(state="error", sentence=texts.say(language, "page_failed"))
-            yield _chat(view), look.status(view, language), look.NOTHING, gr.skip()
+            yield as_messages(view), look.status(view, language), look.NOTHING, gr.skip(), ""
 
 
 async def _shown(page: Page, views: AsyncGenerator[View]) -> AsyncGenerator[tuple[Any, ...], None]:
     """Views as Gradio's values; the status line less often than the text."""
     # NOTE: Gradio empties the text box's placeholder when a message is sent.
     box = gr.update(placeholder=labels(page.language)["chat_interface.message_placeholder"])
-    status_at, shown = 0.0, View()
+    status_at, shown, kept = 0.0, View(), ""
     async with aclosing(views):
         async for view in views:
             page.view = view
             now = time.monotonic()
             if now >= status_at or view.state != shown.state or view.is_finished:
                 status_at, shown = now + STATUS_S, view
-                yield _chat(view), look.status(view, page.language), look.notice(view, page.language), box
+                values = look.status(view, page.language), look.notice(view, page.language)
             else:
-                yield _chat(view), gr.skip(), gr.skip(), box
-            box = gr.skip()
-
-
-def _chat(view: View) -> list[dict[str, Any]]:
-    """The answer, and below it the page's own sentence, marked so that it is no part of the conversation."""
-    messages: list[dict[str, Any]] = []
-    if view.text:
-        messages.append({"role": "assistant", "content": _verbatim(view.text)})
-    notice = NOTICE_ID if view.is_finished else WAITING_ID
-    if sentence := look.bubble(view):
-        messages.append({"role": "assistant", "content": _verbatim(sentence), "metadata": {"id": notice}})
-    return messages
-
-
-def _verbatim(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]  # NOTE: Gradio strips a plain string's indentation
+                values = gr.skip(), gr.skip()
+            token = "" if view.is_finished else view.resume_token
+            yield as_messages(view), *values, box, gr.skip() if token == kept else token
+            box, kept = gr.skip(), token
 
 
 class VerbatimChat(gr.ChatInterface):
@@ -188,7 +217,7 @@ class VerbatimChat(gr.ChatInterface):
 
     def _message_as_message_dict(self, message: Any, role: Any) -> Any:
         if isinstance(message, str):
-            message = {"role": role, "content": _verbatim(message)}
+            message = {"role": role, "content": verbatim(message)}
         return super()._message_as_message_dict(message, role)
 
 
@@ -202,9 +231,11 @@ def build_page(events: Events, label: Callable[[str], Any]) -> gr.Blocks:
             with gr.Column(elem_id="page-bottom"):
                 status = gr.HTML(look.idle_status(None, "zh"), elem_id="glm-status", padding=False)
                 inputs = _sampling(label)
+        # What the tab keeps goes through these two: in the browser only, but for the load of the page.
+        token, kept = (gr.Textbox(visible="hidden", show_label=False, container=False) for _ in range(2))
         question = gr.Textbox(
             placeholder=label("chat_interface.message_placeholder"), lines=1, max_lines=8, autofocus=True,
-            submit_btn=True, stop_btn=True, show_label=False, elem_id="question", render=False,
+            submit_btn=True, stop_btn=True, show_label=False, elem_id="question", render=False, interactive=False,
         )  # fmt: skip
         with top:
             chat = VerbatimChat(
@@ -213,19 +244,34 @@ def build_page(events: Events, label: Callable[[str], Any]) -> gr.Blocks:
                     elem_id="chat", show_label=False, height=None, sanitize_html=True, allow_tags=True,
                     latex_delimiters=LATEX, buttons=["copy", "copy_all"], autoscroll=True, layout="bubble",
                 ),
-                textbox=question, additional_inputs=inputs, additional_outputs=[status, notice, question],
+                textbox=question, additional_inputs=inputs, additional_outputs=[status, notice, question, token],
                 examples=[[chinese, *[None] * len(inputs)] for chinese, _ in EXAMPLES],
                 cache_examples=False, analytics_enabled=False, api_name="chat", concurrency_limit=None,
                 show_progress="hidden", flagging_mode="never",
             )  # fmt: skip
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        chat.textbox.stop(events.stopped, [chat.chatbot], [status, chat.chatbot], queue=False, **quiet).then(
+        chat.textbox.stop(
+            events.stopped, [chat.chatbot], [status, chat.chatbot, question, token], queue=False, **quiet
+        ).then(
             lambda shown: shown, [chat.chatbot], [chat.chatbot_state], queue=False, **quiet
         )  # NOTE: the next question's answer is shown below this state, which Gradio took before ours was shown
-        chat.chatbot.clear(events.cleared, None, [status, notice], queue=False, **quiet)
+        chat.chatbot.clear(events.cleared, None, [status, notice, token], queue=False, **quiet)
+        _keep(demo, events, chat, kept, [chat.chatbot, status, notice, question, token, chat.chatbot_state], quiet)
         demo.load(events.opened, None, [header, status, chat.chatbot], concurrency_limit=None, **quiet)
         demo.unload(events.closed)
     return demo
+
+
+def _keep(
+    demo: gr.Blocks, events: Events, chat: VerbatimChat, kept: gr.Textbox, outputs: list[Any], quiet: dict[str, Any]
+) -> None:
+    """A tab keeps its conversation, and shows it when the page is loaded again."""
+    token = outputs[-2]
+    for changed in (token.change, chat.chatbot_state.change):
+        changed(None, [token, chat.chatbot], None, js=script.KEEP, queue=False, **quiet)
+    restored = demo.load(events.restored, [kept], outputs, js=script.READ, concurrency_limit=None, **quiet)
+    restored.then(None, None, None, js=script.FOCUS, queue=False, **quiet)
+    chat.textbox.stop(None, None, None, cancels=[restored], **quiet)
 
 
 def _sampling(label: Callable[[str], Any]) -> list[Any]:

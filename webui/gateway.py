@@ -29,11 +29,13 @@ CONTENT_POLICY = "; ".join(
 )
 
 
-def add_healthz(app: FastAPI, service: ChatSession) -> None:
+def add_healthz(app: FastAPI, service: ChatSession, stopping: asyncio.Event) -> None:
     """`GET /healthz`: the daemon's own report. 200 when it is ready, else 503."""
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
+        if stopping.is_set():  # a browser that waits for the page is not to load this one again
+            return JSONResponse({"type": "health", "phase": "stopping"}, 503)
         report = await service.health()
         if report is None:
             return JSONResponse({"type": "health", "phase": "unreachable"}, 503)

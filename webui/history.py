@@ -1,4 +1,4 @@
-"""A conversation as Gradio keeps it → the messages that the daemon gets.
+"""A conversation as Gradio keeps it: what the daemon gets of it, and an answer's part in it.
 
 Pure. The page gives `{"role", "metadata", "content": [{"type": "text", "text": …}]}`, an API client plain strings.
 """
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.protocol import Message
+from webui.look import bubble
+from webui.view import View
 
 # Mark, in a message's metadata, what the page said itself: it is no part of the conversation. What it says while
 # something is awaited is over when the next thing happens.
@@ -36,6 +38,21 @@ def to_messages(history: Sequence[Any], question: str) -> list[Message]:
                 messages.append(Message("assistant", text))
     _drop_unanswered(messages)
     return [*messages, Message("user", _clean(question))]
+
+
+def as_messages(view: View) -> list[dict[str, Any]]:
+    """The answer, and below it the page's own sentence, marked so that it is no part of the conversation."""
+    messages: list[dict[str, Any]] = []
+    if view.text:
+        messages.append({"role": "assistant", "content": verbatim(view.text)})
+    notice = NOTICE_ID if view.is_finished else WAITING_ID
+    if sentence := bubble(view):
+        messages.append({"role": "assistant", "content": verbatim(sentence), "metadata": {"id": notice}})
+    return messages
+
+
+def verbatim(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]  # NOTE: Gradio strips a plain string's indentation
 
 
 def without_waiting(history: Sequence[Any]) -> list[Any]:

@@ -57,6 +57,10 @@ CSS = """
 .glm-bar i { display: block; height: 100%; background: #3b82f6; }
 .glm-bar i.full { background: #f59e0b; }
 
+#glm-lost { position: fixed; inset: auto 0 0 0; z-index: 10000; text-align: center; padding: 8px 12px; font-size: 14px;
+  background: #fef3c7; color: #92400e; border-top: 1px solid #fde68a; }
+body:has(#glm-lost) :is(.toast-wrap, [data-testid="status-tracker"]) { display: none !important; } /* said once */
+
 .glm-hello { text-align: center; text-wrap: balance; }
 .glm-hello h2 { font-size: 20px; font-weight: 700; margin: 0 0 12px; }
 .glm-hello p { font-size: 14px; margin: 0; }

@@ -25,6 +25,7 @@ class Page:
     session: ChatSession
     language: Language
     view: View | None = field(default=None)  # the last one shown
+    has_taken_up: bool = field(default=False)  # its last answer was asked for before it was loaded
 
 
 class Pages:
@@ -37,8 +38,9 @@ class Pages:
         self._pages: OrderedDict[str, Page] = OrderedDict()
 
     async def open(self, name: str, language: Language) -> Page:
-        """A page was loaded. The same name again is a new page."""
-        await self.close(name)
+        """A page was loaded; several events may tell that."""
+        if (page := self.get(name)) is not None:
+            return page
         page = self._pages[name] = self._new_page(language)
         while len(self._pages) > MAX_PAGES:
             await self.close(next(iter(self._pages)))
@@ -48,6 +50,16 @@ class Pages:
         if name in self._pages:
             self._pages.move_to_end(name)
         return self._pages.get(name)
+
+    async def is_read(self, resume_token: str, wait_s: float) -> bool:
+        """Whether some page shows this answer now, and will after a while.
+
+        Who loads a page again is soon known to have left the one before; a copied tab stays beside the first.
+        """
+        for page in list(self._pages.values()):
+            if page.session.reads(resume_token):
+                await page.session.pause(wait_s)
+        return any(page.session.reads(resume_token) for page in self._pages.values())
 
     @asynccontextmanager
     async def borrow(self, name: str, language: Language) -> AsyncIterator[Page]:

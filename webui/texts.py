@@ -67,6 +67,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "页面重新载入后，这条回答已经接不上了；请重新发送问题。",
         "After the page was reloaded this answer could not be taken up again; please send the question once more.",
     ),
+    "read_elsewhere": (
+        "这条回答正在另一个标签页里显示。",
+        "This answer is being shown in another tab.",
+    ),
     "stopped_early": ("已停止，还没有开始回答。", "Stopped before the answer began."),
     # refusals and failures
     "busy": (
@@ -149,6 +153,10 @@ LABELS: Mapping[str, tuple[str, str]] = {
     "greeting_more": (
         "支持多轮对话、代码与公式。示例问题点一下即可发送。",
         "Conversations, code and formulas. Click an example to send it.",
+    ),
+    "page_lost": (
+        "网页的服务器断开了，恢复后会自动接上…",
+        "The page's server is away; this page comes back by itself…",
     ),
     "sampling": ("采样参数", "Sampling"),
     "preset": ("预设", "Preset"),

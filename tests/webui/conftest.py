@@ -23,10 +23,10 @@ ARGS = [
 
 
 class PageThread:
-    """The page behind uvicorn. `url` is where it is."""
+    """The page behind uvicorn. `url` is where it is. `close` ends it as a signal does."""
 
-    def __init__(self, socket_path: str, **options: Any) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, socket_path: str, port: int = 0, **options: Any) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.app: Any = None
         self._server: Any = None

@@ -39,7 +39,7 @@ class Tab:
         self.page.wait_for_selector(f".glm-status[data-state={state}]")
 
     def wait_text(self, text: str) -> None:
-        self.wait_js("document.querySelector('#chat').innerText.includes(it)", text)
+        self.wait_js("document.querySelector('#chat')?.innerText.includes(it)", text)
 
     def wait_js(self, condition: str, it: str = "") -> None:
         self.page.wait_for_function("it => " + condition, arg=it, polling=50)

@@ -83,6 +83,16 @@ def test_healthz_tells_ready_from_loading_and_from_gone(url: str, daemon: Daemon
     assert httpx.get(url + "/healthz").status_code == 200
 
 
+def test_a_page_that_stops_says_so_to_whoever_waits_for_it(daemon: DaemonThread) -> None:
+    page = PageThread(daemon.toy.path)
+    try:
+        page.app.state.stopping.set()
+        stopping = httpx.get(page.url + "/healthz")
+        assert (stopping.status_code, stopping.json()["phase"]) == (503, "stopping")
+    finally:
+        page.close()
+
+
 def test_nothing_of_the_page_comes_from_elsewhere(url: str, daemon: DaemonThread) -> None:
     page = httpx.get(url + "/")
     assert page.status_code == 200 and "ChatGLM 对话" in page.text

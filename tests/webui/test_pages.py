@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from service.protocol import Message
 from webui import pages
 from webui.turn import Patience
 
@@ -36,8 +37,27 @@ def test_a_borrowed_page_ends_with_its_use_and_an_open_one_does_not() -> None:
         async with book.borrow("tab", "zh") as page:
             assert page is opened
         assert book.get("tab") is opened
+        assert await book.open("tab", "zh") is opened
+        await book.close("tab")
         again = await book.open("tab", "zh")
         assert opened.session.is_closed and not again.session.is_closed
         await book.close_all()
+
+    asyncio.run(play())
+
+
+def test_an_answer_is_read_by_the_page_that_shows_it_until_that_is_closed() -> None:
+    async def play() -> None:
+        book = pages.Pages("/nowhere.sock", Patience(retry_s=60.0))
+        page = await book.open("a", "en")
+        views = page.session.take_up("token", [Message("user", "x")])
+        await anext(views)
+        assert await book.is_read("token", wait_s=0.0)
+        assert not await book.is_read("another", wait_s=60.0)
+        asking = asyncio.create_task(book.is_read("token", wait_s=60.0))
+        await asyncio.sleep(0)
+        await book.close("a")
+        await views.aclose()
+        assert not await asking, "who leaves is not waited for any longer"
 
     asyncio.run(play())
