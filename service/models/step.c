@@ -67,9 +67,9 @@ INLINE int64_t share(int64_t items, int64_t thread, int64_t threads) { return it
 
 /* --- small arithmetic, written so that the compiler makes vectors of it ------------------------------------------- */
 
-/* e^x to 2e-7 of its value: 2^n from the exponent bits, the rest from a polynomial (Cephes' expf). */
+/* e^x to 2e-7 of its value: 2^n from the exponent bits, the rest from a polynomial (Cephes' expf). NaN counts as -87. */
 INLINE float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    x = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f;
     float n = nearbyintf(x * 1.44269504f);
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -106,10 +106,10 @@ static void round_row(const float *x, int64_t columns, int8_t *q, float *scale, 
         float unit = largest / 127, inverse = unit > 0 ? 1 / unit : 0;
         int32_t total = 0, is_bad = 0;
         for (int i = 0; i < GROUP; i++) {
-            int32_t value = (int32_t)nearbyintf(x[i] * inverse);
+            const int32_t bad = is_not_finite(x[i]), value = bad ? 0 : (int32_t)nearbyintf(x[i] * inverse);
             q[i] = (int8_t)value;
             total += value;
-            is_bad |= is_not_finite(x[i]);
+            is_bad |= bad;
         }
         if (is_bad) unit = NAN; /* it must reach the logits, not end as some number */
         scale[group] = unit;
