@@ -163,9 +163,9 @@ class Events:
         box = gr.update(**OPEN) if page.has_taken_up else gr.skip()  # else Gradio opens it
         return look.status(page.view, page.language), turns, box, ""
 
-    async def cleared(self, request: gr.Request) -> tuple[Any, Any, Any]:
+    async def cleared(self, request: gr.Request) -> tuple[Any, Any]:
         report = await self._service.health()
-        return look.idle_status(report, _language(request)), look.NOTHING, ""
+        return look.idle_status(report, _language(request)), look.NOTHING
 
     async def answer(
         self, message: str, history: list[Any], preset: str, temperature: float, top_p: float, top_k: float,
@@ -255,7 +255,7 @@ def build_page(events: Events, label: Callable[[str], Any]) -> gr.Blocks:
         ).then(
             lambda shown: shown, [chat.chatbot], [chat.chatbot_state], queue=False, **quiet
         )  # NOTE: the next question's answer is shown below this state, which Gradio took before ours was shown
-        chat.chatbot.clear(events.cleared, None, [status, notice, token], queue=False, **quiet)
+        chat.chatbot.clear(events.cleared, None, [status, notice], queue=False, **quiet)
         _keep(demo, events, chat, kept, [chat.chatbot, status, notice, question, token, chat.chatbot_state], quiet)
         demo.load(events.opened, None, [header, status, chat.chatbot], concurrency_limit=None, **quiet)
         demo.unload(events.closed)

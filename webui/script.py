@@ -14,7 +14,7 @@ from webui.kept import MAX_CHARS, MAX_DRAFT_CHARS, VERSION
 from webui.texts import LABELS
 
 # Somebody else who logs in here finds nothing.
-_KEY = '"chatglm-tab:" + (window.gradio_config?.username ?? "")'
+_KEY = '"chatglm-tab:" + (window.gradio_config?.username ?? "") + ":"'
 _BOX = "#question textarea"
 
 # At the page's load: what the tab has kept, with the draft.
@@ -22,7 +22,7 @@ READ = f"""() => {{
   window.chatglmTab = true;
   try {{
     const kept = JSON.parse(sessionStorage.getItem({_KEY}) ?? "null") ?? {{version: {VERSION}, token: "", chat: []}};
-    kept.draft = sessionStorage.getItem("chatglm-draft") ?? "";
+    kept.draft = sessionStorage.getItem({_KEY} + "draft") ?? "";
     return [JSON.stringify(kept)];
   }} catch {{
     return [""];
@@ -30,7 +30,7 @@ READ = f"""() => {{
 }}"""
 
 # The box is closed until then.
-FOCUS = f"""() => document.querySelector("{_BOX}")?.focus()"""
+FOCUS = f"""() => {{ if (document.activeElement === document.body) document.querySelector("{_BOX}")?.focus(); }}"""
 
 # When the daemon has taken a question, and when a conversation has changed otherwise: with (token, chat).
 # NOTE: not before READ, which a component's first change could come before.
@@ -78,7 +78,8 @@ WATCH = f"""() => {{
   }};
   addEventListener("pagehide", () => {{
     try {{
-      sessionStorage.setItem("chatglm-draft", document.querySelector("{_BOX}").value.slice(0, {MAX_DRAFT_CHARS}));
+      const draft = document.querySelector("{_BOX}").value.slice(0, {MAX_DRAFT_CHARS});
+      sessionStorage.setItem({_KEY} + "draft", draft);
     }} catch {{ }}
   }});
   new PerformanceObserver((list) => {{

@@ -133,9 +133,12 @@ class Turn:
             self.view = end_with(self.view, error, self.say)
 
     def _correct(self, event: Event) -> None:
-        """Nobody here knows when it was asked; and who reloads the page stops its answer without a word."""
+        """What came before comes at once, so only the end knows times; a reloaded page stopped its answer itself."""
+        if not isinstance(event, Done):
+            self.view = replace(self.view, ttft_ms=None, tokens_per_s=None)
+            return
         self.view = replace(self.view, ttft_ms=self.view.daemon_ttft_ms)
-        if isinstance(event, Done) and event.reason == "interrupted" and not self.is_stopped:
+        if event.reason == "interrupted" and self.view.text and not self.is_stopped:
             self.view = replace(self.view, sentence=self.say("stopped_by_reload"))
 
     def _wait(self, state: State, key: str, progress: float = 0.0) -> None:

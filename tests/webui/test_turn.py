@@ -249,7 +249,8 @@ def test_a_page_process_that_stops_leaves_the_answer_to_the_next_one(tmp_path: P
             async with page(tmp_path) as session:
                 views = [view async for view in session.take_up(token, QUESTION, language="zh")]
         assert (views[-1].text, views[-1].state) == (whole, "done")
-        assert views[-1].ttft_ms == views[-1].daemon_ttft_ms
+        assert views[-1].tokens_per_s and views[-1].ttft_ms and views[-1].ttft_ms == views[-1].daemon_ttft_ms
+        assert {(view.ttft_ms, view.tokens_per_s) for view in views[:-1]} == {(None, None)}, "nobody here knows"
         assert len(views) > 1 and all(whole.startswith(view.text) for view in views)
 
     asyncio.run(main())
