@@ -147,7 +147,7 @@ def make_head(table: Weight, form: LinearFormat) -> Head:
         assert isinstance(table, Grouped)
         functions = library()
         if functions is not None and PackedMatrix.can_pack(table):
-            return NativeHead(table, PackedMatrix(table, functions))
+            return NativeHead(table, PackedMatrix.pack(table, functions))
         return TwoStageHead(table)
     plain = LinearFormat("none", form.dtype, form.device, keeps_dense=False) if is_8bit else form
     return LinearHead(plain.make(table), form.dtype)

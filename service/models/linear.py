@@ -28,11 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from service.models.errors import ModelError
-from service.models.native import PackedMatrix, library
-from service.models.nf4 import MAX_PACKED_ROWS, Nf4Linear, Parts, TiledNf4Linear
+from service.models.native import NF4, TILE, Library, PackedMatrix, library
+from service.models.nf4 import MAX_PACKED_ROWS, Nf4Linear, Parts, TiledNf4Linear, can_block, quantize_blocks
 from service.models.weights import GROUP, Grouped, Weight, dense, quantize_4bit
 
 MAX_NATIVE_ROWS = 64
+_UNPACKED_WEIGHTS = 2**20  # 2 MB of them at once
 _int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
 
@@ -73,16 +74,39 @@ class Int4Linear:
 
 
 class NativeLinear:
-    """4 bits a weight for our own kernel, which a `FusedStep` may also call on `matrix` itself."""
+    """4 bits a weight for our own kernel, which a `FusedStep` may also call on `matrix` itself.
+
+    Many rows take the copy in bf16, or NF4 unpacked a few tiles at a time, into a buffer that stays in the cache.
+    """
 
     def __init__(self, matrix: PackedMatrix, dense: Tensor | None) -> None:
         self.matrix = matrix
-        self._dense = dense  # [N, K] bf16
+        self._dense = dense  # [N, K]
+
+    @classmethod
+    def of_nf4(cls, parts: Parts, functions: Library, *, keeps_dense: bool) -> NativeLinear:
+        matrix = PackedMatrix(parts["blocks"], NF4, functions)
+        return cls(matrix, matrix.unpack(0, matrix.shape[0] // TILE).T if keeps_dense else None)
+
+    def parts(self) -> Parts:
+        return {"blocks": self.matrix.blocks}
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if x.shape[0] > MAX_NATIVE_ROWS and self._dense is not None:
+        if x.shape[0] <= MAX_NATIVE_ROWS:
+            return self.matrix(x).to(x.dtype)
+        if self._dense is not None:
             return F.linear(x, self._dense)
-        return self.matrix(x).to(x.dtype)
+        return self._multiply_many(x) if self.matrix.kind == NF4 else self.matrix(x).to(x.dtype)
+
+    def _multiply_many(self, x: Tensor) -> Tensor:
+        rows, columns = self.matrix.shape
+        num_tiles, at_once = rows // TILE, max(1, _UNPACKED_WEIGHTS // (TILE * columns))
+        room = torch.empty(columns * at_once * TILE, dtype=torch.bfloat16)
+        out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+        for first in range(0, num_tiles, at_once):
+            num = min(at_once, num_tiles - first)
+            out[:, first * TILE : (first + num) * TILE] = x @ self.matrix.unpack(first, num, room)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +125,23 @@ class LinearFormat:
             return self._make_int4(grouped)
         placed = dense(weight).to(self.device)
         if self.quantization == "nf4":
+            if self.has_native and can_block(placed):
+                return self.restore(quantize_blocks(placed))
             if TiledNf4Linear.can_tile(placed):
                 return self.restore(TiledNf4Linear.quantize(placed))
             return Nf4Linear(placed, self.dtype, keeps_dense=self.keeps_dense)
         return DenseLinear(placed.to(self.dtype).contiguous())
 
-    def restore(self, parts: Parts) -> TiledNf4Linear | Nf4Linear:
+    @property
+    def has_native(self) -> bool:
+        """Whether the compiled kernels serve this device and dtype."""
+        return self.device.type == "cpu" and self.dtype == torch.bfloat16 and library() is not None
+
+    def restore(self, parts: Parts) -> NativeLinear | TiledNf4Linear | Nf4Linear:
         """The NF4 matrix that gave these parts."""
+        functions = library()
+        if "blocks" in parts and functions is not None:
+            return NativeLinear.of_nf4(parts, functions, keeps_dense=self.keeps_dense)
         if "scales" in parts:
             return TiledNf4Linear(parts, self.dtype, keeps_dense=self.keeps_dense)
         placed = {name: part.to(self.device) for name, part in parts.items()}
@@ -118,7 +152,7 @@ class LinearFormat:
         if functions is None or self.dtype != torch.bfloat16:
             return Int4Linear(weight, self.dtype, keeps_dense=self.keeps_dense)
         return NativeLinear(
-            PackedMatrix(weight, functions), weight.dense().to(self.dtype) if self.keeps_dense else None
+            PackedMatrix.pack(weight, functions), weight.dense().to(self.dtype) if self.keeps_dense else None
         )
 
     def _wants_int4(self, weight: Weight) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from service.models.head import Embedding, FileEmbedding, Head, LinearHead, RefinedHead, make_embedding
-from service.models.linear import Linear, LinearFormat
+from service.models.linear import Linear, LinearFormat, NativeLinear
 from service.models.nf4 import Nf4Linear, TiledNf4Linear
 from service.models.quantized_cache import QuantizedCache
 from service.models.tensor_files import TensorFiles
@@ -25,8 +25,8 @@ class Matrices:
         self.form = form
         self._cache: QuantizedCache | None = None
         if keeps_quantized and form.quantization == "nf4":
-            kind = "tiles" if form.device.type == "cpu" and TiledNf4Linear.has_kernel() else form.device.type
-            self._cache = QuantizedCache(files.folder, files.paths, f"{kind}-{str(form.dtype).removeprefix('torch.')}")
+            dtype = str(form.dtype).removeprefix("torch.")
+            self._cache = QuantizedCache(files.folder, files.paths, f"{_packing(form)}-{dtype}")
 
     def linear(self, name: str, rows: Tensor | None = None, *, form: LinearFormat | None = None) -> Linear:
         """The matrix `name`; with `rows`, its rows in that order, which must be the same at every start."""
@@ -37,7 +37,7 @@ class Matrices:
         else:
             weight = self.files.fetch(name)
             made = form.make(weight if rows is None else weight[rows])
-        if self._cache is not None and isinstance(made, Nf4Linear | TiledNf4Linear):
+        if self._cache is not None and isinstance(made, NativeLinear | Nf4Linear | TiledNf4Linear):
             self._cache.add(name, made.parts(), is_new=kept is None)
         return made
 
@@ -63,3 +63,9 @@ class Matrices:
     @property
     def _leaves_tables_on_file(self) -> bool:
         return self.form.quantization != "none" and self.form.device.type == "cpu"
+
+
+def _packing(form: LinearFormat) -> str:
+    if form.has_native:
+        return "blocks"
+    return "tiles" if form.device.type == "cpu" and TiledNf4Linear.has_kernel() else form.device.type

@@ -22,12 +22,15 @@ for 16384 x 4096 with 2 threads beside other programs (alone it takes half of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from service.models.native import TILE as NATIVE_TILE
+from service.models.native import interleave_4bit, interleave_scales
 
 TILE = 32  # rows that the kernel works on together
 BLOCK = 64  # weights of a row that share a scale
@@ -37,6 +40,35 @@ _TILES_AT_ONCE = 32
 _ROWS_AT_ONCE = 2048  # while quantising
 
 Parts = dict[str, Tensor]  # what a matrix is made of, by name: what the quantised cache keeps
+
+
+def can_block(weight: Tensor) -> bool:
+    rows, columns = weight.shape
+    return rows % NATIVE_TILE == 0 and columns % BLOCK == 0
+
+
+def quantize_blocks(weight: Tensor) -> Parts:
+    """[N, K] of any float type -> the blocks of `step.c`. Extra memory: some rows."""
+    rows, columns = weight.shape
+    blocks = torch.empty(rows // NATIVE_TILE, columns // BLOCK, 2 * 272, dtype=torch.uint8)
+    for some, indices, largest in _quantized(weight):
+        tiles = blocks[some.start // NATIVE_TILE : some.stop // NATIVE_TILE]
+        tiles[..., :512] = interleave_4bit(indices).view(*tiles.shape[:2], 512)
+        tiles[..., 512:] = interleave_scales(largest)
+    return {"blocks": blocks.view(rows // NATIVE_TILE, -1, 272)}
+
+
+def _quantized(weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows at a time: which, their NF4 indices [n, K] uint8 and the largest magnitudes [n, B] float32."""
+    import bitsandbytes as bnb  # seconds to import, and not needed for what is quantised already
+
+    rows, columns = weight.shape
+    code = bnb.functional.get_4bit_type("nf4", device="cpu").repeat_interleave(16)
+    quantize = torch.ops.bitsandbytes.quantize_blockwise.default
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        some = slice(start, min(start + _ROWS_AT_ONCE, rows))
+        bytes_, largest = quantize(weight[some].contiguous(), code, BLOCK)
+        yield some, bytes_.view(-1, columns).bitwise_right_shift(4), largest.view(-1, columns // BLOCK)
 
 
 class TiledNf4Linear:
@@ -74,21 +106,15 @@ class TiledNf4Linear:
     @staticmethod
     def quantize(weight: Tensor) -> Parts:
         """[N, K] of any float type -> the parts. Extra memory: some rows."""
-        import bitsandbytes as bnb
-
         rows, columns = weight.shape
-        code = bnb.functional.get_4bit_type("nf4", device="cpu").repeat_interleave(16)
-        quantize = torch.ops.bitsandbytes.quantize_blockwise.default
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)
         scales = torch.empty(columns // BLOCK, rows, dtype=torch.bfloat16)
-        for start in range(0, rows, _ROWS_AT_ONCE):
-            some = slice(start, start + _ROWS_AT_ONCE)
-            indices, largest = quantize(weight[some].contiguous(), code, BLOCK)
-            halves = indices.view(-1, 2, TILE // 2, columns)  # [T, 2, 16, K], the index in the upper 4 bits
-            both = halves[:, 0].bitwise_right_shift(4).bitwise_or_(halves[:, 1].bitwise_and(0xF0))
+        for some, indices, largest in _quantized(weight):
+            halves = indices.view(-1, 2, TILE // 2, columns)  # [T, 2, 16, K]
+            both = halves[:, 0].bitwise_or(halves[:, 1].bitwise_left_shift(4))
             pairs = both.view(torch.int16).transpose(1, 2)  # [T, K / 2, 16]
             values[some] = pairs.contiguous().view(torch.uint8).view(-1, columns // 2)
-            scales[:, some] = largest.view(-1, columns // BLOCK).T
+            scales[:, some] = largest.T
         return {"values": values, "scales": scales}
 
     def parts(self) -> Parts:

@@ -7,10 +7,13 @@
  * threads, and torch.set_num_threads counts here too.
  *
  * A matrix [N, K] is kept in tiles of 16 rows; a tile holds, for each group of 32 columns, one block:
- *   4 bits: 256 bytes of values, 16 scales, 16 minimums, both float16:  w = q * scale + minimum, q in 0..15
- *   8 bits: 512 bytes of values, 16 scales:                             w = (q - 128) * scale
+ *   Q4:  256 bytes of values, 16 scales, 16 minimums, both float16:  w = q * scale + minimum, q in 0..15
+ *   Q8:  512 bytes of values, 16 scales:                             w = (q - 128) * scale
+ *   NF4: two groups share a block: twice 256 bytes of values, 16 scales: w = NF4[q] * scale
  * Values are ordered for instructions that multiply 4 neighbouring bytes at once: byte 4r + c of the j-th 64 bytes is
  * row r, column 4j + c; with 4 bits, columns 8j + c are the lower half and 8j + 4 + c the upper half.
+ * A product takes the 16 values of NF4 as multiples of 1 / 112.03, the unit between 60 and 127 with the least error:
+ * 0.0017, where the weights of a block are around 0.4. `chatglm_unpack_nf4` gives them exactly.
  *
  * Activations are rounded to 8 bits with a scale for each group of 32, as llama.cpp's Q8_1 does: the rounding is about
  * as large as bfloat16's. Each row's result depends on that row alone: it is the same, bit for bit, in any batch and
@@ -26,11 +29,13 @@
 
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, TILE = 16, BLOCK4 = 320, BLOCK8 = 544, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32 };
+enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, AHEAD = 2048 };
+enum { Q4 = 4, Q8 = 8, NF4 = 40 }; /* kinds of a matrix */
+#define NF4_UNIT 112.03f
 
 typedef struct {
     int64_t rows, columns; /* multiples of 16 and 32 */
-    int64_t bits;          /* 4 or 8 */
+    int64_t kind;
     const uint8_t *data;
 } Matrix;
 
@@ -126,6 +131,13 @@ static void norm_row(const float *x, const float *weight, int64_t size, float ep
     for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
 }
 
+/* The values of NF4 (bitsandbytes, create_normal_map), and what a product takes for them: in units, plus 128. */
+static const float nf4_values[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+static const uint8_t nf4_bytes[16] = {16, 50, 69, 84, 96, 107, 118, 128, 137, 146, 156, 166, 177, 191, 209, 240};
+
 /* --- matrix times rows ---------------------------------------------------------------------------------------------- */
 
 #if defined(__AVX512VNNI__)
@@ -156,8 +168,13 @@ INLINE Bytes unpack8(const uint8_t *block) {
     for (int j = 0; j < 8; j++) bytes.part[j] = _mm512_loadu_si512(block + 64 * j);
     return bytes;
 }
-INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int bits) {
-    (void)bits;
+INLINE Bytes look_up(Bytes bytes) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)nf4_bytes));
+    for (int j = 0; j < 8; j++) bytes.part[j] = _mm512_shuffle_epi8(table, bytes.part[j]);
+    return bytes;
+}
+INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int kind) {
+    (void)kind;
     __m512i total = _mm512_set1_epi32(start);
     for (int j = 0; j < 8; j++) {
         int32_t four;
@@ -208,44 +225,60 @@ INLINE Bytes unpack8(const uint8_t *block) {
     for (int j = 0; j < 16; j++) bytes.part[j] = _mm256_loadu_si256((const __m256i *)(block + 32 * j));
     return bytes;
 }
-INLINE __m256i dot_four(__m256i w, __m256i x, int bits) {
+INLINE Bytes look_up(Bytes bytes) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)nf4_bytes));
+    for (int j = 0; j < 16; j++) bytes.part[j] = _mm256_shuffle_epi8(table, bytes.part[j]);
+    return bytes;
+}
+INLINE __m256i dot_four(__m256i w, __m256i x, int kind) {
     const __m256i ones = _mm256_set1_epi16(1);
-    if (bits == 4) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones); /* 2 * 15 * 127 fits 16 bits */
+    if (kind == Q4) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones); /* 2 * 15 * 127 fits 16 bits */
     /* 8 bits would not fit: the even and the odd columns apart */
     __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(255)), w_odd = _mm256_srli_epi16(w, 8);
     __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
     return _mm256_add_epi32(_mm256_madd_epi16(w_even, x_even), _mm256_madd_epi16(w_odd, x_odd));
 }
-INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int bits) {
+INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int kind) {
     __m256i a = _mm256_set1_epi32(start), b = a;
     for (int j = 0; j < 8; j++) {
         int32_t four;
         memcpy(&four, x + 4 * j, 4);
         __m256i columns = _mm256_set1_epi32(four);
-        a = _mm256_add_epi32(a, dot_four(bytes->part[2 * j], columns, bits));
-        b = _mm256_add_epi32(b, dot_four(bytes->part[2 * j + 1], columns, bits));
+        a = _mm256_add_epi32(a, dot_four(bytes->part[2 * j], columns, kind));
+        b = _mm256_add_epi32(b, dot_four(bytes->part[2 * j + 1], columns, kind));
     }
     return (Lanes){_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
 }
 
 #endif
 
+/* Bytes of a tile for one group of columns, and where in it a group's values and scales are. */
+INLINE int64_t group_size(int kind) { return kind == Q4 ? 320 : kind == Q8 ? 544 : 272; }
+INLINE const uint8_t *values_at(const uint8_t *tile, int64_t group, int kind) {
+    return kind == NF4 ? tile + (group / 2) * 544 + (group % 2) * 256 : tile + group * group_size(kind);
+}
+INLINE const uint8_t *scales_at(const uint8_t *tile, int64_t group, int kind) {
+    return kind == NF4 ? tile + (group / 2) * 544 + 512 : tile + group * group_size(kind) + (kind == Q4 ? 256 : 512);
+}
+
 /* One tile times `num` rows (a constant where this is inlined) of x, from row `first` on. */
-INLINE void tile_rows(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t first, int num, int bits,
+INLINE void tile_rows(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t first, int num, int kind,
                       float *out, int64_t stride, int adds) {
-    const int64_t groups = matrix->columns / GROUP, size = bits == 4 ? BLOCK4 : BLOCK8;
-    const uint8_t *block = matrix->data + tile * groups * size;
+    const int64_t groups = matrix->columns / GROUP;
+    const uint8_t *start = matrix->data + tile * groups * group_size(kind);
+    const float unit = kind == NF4 ? 1 / NF4_UNIT : 1;
     Lanes total[ROWS_AT_ONCE];
     for (int m = 0; m < num; m++) total[m] = lanes_zero();
-    for (int64_t group = 0; group < groups; group++, block += size) {
-        const Bytes bytes = bits == 4 ? unpack4(block) : unpack8(block);
-        const Lanes scale = lanes_half(block + (bits == 4 ? 256 : 512));
-        const Lanes minimum = bits == 4 ? lanes_half(block + 288) : lanes_zero();
+    for (int64_t group = 0; group < groups; group++) {
+        const uint8_t *values = values_at(start, group, kind), *scales = scales_at(start, group, kind);
+        for (int i = 0; i < group_size(kind); i += 64) _mm_prefetch((const char *)values + AHEAD + i, _MM_HINT_T0);
+        const Bytes bytes = kind == Q8 ? unpack8(values) : kind == Q4 ? unpack4(values) : look_up(unpack4(values));
+        const Lanes scale = lanes_half(scales), minimum = kind == Q4 ? lanes_half(scales + 32) : lanes_zero();
         for (int m = 0; m < num; m++) {
             const int64_t at = (first + m) * groups + group;
-            Lanes product = dot(&bytes, x->q + at * GROUP, bits == 4 ? 0 : -128 * x->count[at], bits);
-            total[m] = lanes_fma(lanes_scaled(product, x->scale[at]), scale, total[m]);
-            if (bits == 4) total[m] = lanes_fma1(minimum, x->sum[at], total[m]);
+            Lanes product = dot(&bytes, x->q + at * GROUP, kind == Q4 ? 0 : -128 * x->count[at], kind);
+            total[m] = lanes_fma(lanes_scaled(product, x->scale[at] * unit), scale, total[m]);
+            if (kind == Q4) total[m] = lanes_fma1(minimum, x->sum[at], total[m]);
         }
     }
     for (int m = 0; m < num; m++) {
@@ -254,17 +287,17 @@ INLINE void tile_rows(const Matrix *matrix, int64_t tile, const Rounded *x, int6
     }
 }
 
-INLINE void tile_all(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t rows, int bits, float *out,
+INLINE void tile_all(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t rows, int kind, float *out,
                      int64_t stride, int adds) {
     int64_t first = 0;
     for (; first + ROWS_AT_ONCE <= rows; first += ROWS_AT_ONCE)
-        tile_rows(matrix, tile, x, first, ROWS_AT_ONCE, bits, out, stride, adds);
+        tile_rows(matrix, tile, x, first, ROWS_AT_ONCE, kind, out, stride, adds);
     switch (rows - first) {
-        case 5: tile_rows(matrix, tile, x, first, 5, bits, out, stride, adds); break;
-        case 4: tile_rows(matrix, tile, x, first, 4, bits, out, stride, adds); break;
-        case 3: tile_rows(matrix, tile, x, first, 3, bits, out, stride, adds); break;
-        case 2: tile_rows(matrix, tile, x, first, 2, bits, out, stride, adds); break;
-        case 1: tile_rows(matrix, tile, x, first, 1, bits, out, stride, adds); break;
+        case 5: tile_rows(matrix, tile, x, first, 5, kind, out, stride, adds); break;
+        case 4: tile_rows(matrix, tile, x, first, 4, kind, out, stride, adds); break;
+        case 3: tile_rows(matrix, tile, x, first, 3, kind, out, stride, adds); break;
+        case 2: tile_rows(matrix, tile, x, first, 2, kind, out, stride, adds); break;
+        case 1: tile_rows(matrix, tile, x, first, 1, kind, out, stride, adds); break;
     }
 }
 
@@ -272,10 +305,11 @@ INLINE void tile_all(const Matrix *matrix, int64_t tile, const Rounded *x, int64
 static void multiply_part(const Matrix *matrix, const Rounded *x, int64_t rows, float *out, int adds) {
     const int64_t tiles = matrix->rows / TILE, threads = omp_get_num_threads(), thread = omp_get_thread_num();
     for (int64_t tile = share(tiles, thread, threads); tile < share(tiles, thread + 1, threads); tile++) {
-        if (matrix->bits == 4)
-            tile_all(matrix, tile, x, rows, 4, out, matrix->rows, adds);
-        else
-            tile_all(matrix, tile, x, rows, 8, out, matrix->rows, adds);
+        switch (matrix->kind) {
+            case Q4: tile_all(matrix, tile, x, rows, Q4, out, matrix->rows, adds); break;
+            case Q8: tile_all(matrix, tile, x, rows, Q8, out, matrix->rows, adds); break;
+            case NF4: tile_all(matrix, tile, x, rows, NF4, out, matrix->rows, adds); break;
+        }
     }
 }
 
@@ -311,6 +345,41 @@ API int chatglm_multiply(const Matrix *matrix, int64_t rows, const float *x, flo
     }
     free(memory);
     return 0;
+}
+
+/* --- NF4 as bfloat16, for a matrix product of many rows ---------------------------------------------------------------- */
+
+#if defined(__AVX512VNNI__)
+INLINE void unpack_column(const uint32_t *words, int nibble, const float *scale, uint16_t *out) {
+    const __m512i index = _mm512_srli_epi32(_mm512_loadu_si512(words), 4 * nibble); /* its lowest 4 bits count */
+    const __m512 value = _mm512_mul_ps(_mm512_permutexvar_ps(index, _mm512_loadu_ps(nf4_values)), _mm512_loadu_ps(scale));
+    const __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    _mm256_storeu_si256((__m256i *)out, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+#else
+INLINE void unpack_column(const uint32_t *words, int nibble, const float *scale, uint16_t *out) {
+    for (int r = 0; r < TILE; r++) out[r] = to_bf16(nf4_values[words[r] >> (4 * nibble) & 15] * scale[r]);
+}
+#endif
+
+/* Tiles [first, first + num) of an NF4 matrix [N, K] -> bfloat16 [K, 16 * num]: transposed. */
+API void chatglm_unpack_nf4(const Matrix *matrix, int64_t first, int64_t num, uint16_t *out) {
+    const int64_t groups = matrix->columns / GROUP, size = groups * group_size(NF4);
+#pragma omp parallel for
+    for (int64_t group = 0; group < groups; group++) /* outside, so that each column is written from end to end */
+        for (int64_t tile = 0; tile < num; tile++) {
+            const uint8_t *start = matrix->data + (first + tile) * size;
+            uint32_t words[4][TILE];
+            float scale[TILE];
+            memcpy(words, values_at(start, group, NF4), sizeof words);
+            lanes_store(scale, lanes_half(scales_at(start, group, NF4)));
+            for (int j = 0; j < 4; j++)
+                for (int nibble = 0; nibble < 8; nibble++) { /* of a word: columns 0, 4, 1, 5, 2, 6, 3, 7 of eight */
+                    const int64_t column = group * GROUP + 8 * j + 4 * (nibble % 2) + nibble / 2;
+                    unpack_column(words[j], nibble, scale, out + (column * num + tile) * TILE);
+                }
+        }
 }
 
 /* --- attention ------------------------------------------------------------------------------------------------------- */

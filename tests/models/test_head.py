@@ -37,7 +37,7 @@ def test_an_8bit_embedding_gives_its_rows_exactly() -> None:
 
 def heads(rows: Grouped) -> list[Head]:
     functions = library()
-    return [TwoStageHead(rows), *([NativeHead(rows, PackedMatrix(rows, functions))] if functions else [])]
+    return [TwoStageHead(rows), *([NativeHead(rows, PackedMatrix.pack(rows, functions))] if functions else [])]
 
 
 @pytest.mark.parametrize("which", range(len(heads(table(16)))))

@@ -70,7 +70,7 @@ def test_a_product_is_exact_where_activations_need_no_rounding(make: type, num_r
     x[:, ::GROUP] = 127  # the largest of each group: its unit is 1, or what the row is scaled with
     x *= torch.rand(num_rows, 1) + 0.5
     wanted = x.double() @ weight.dense().double().T
-    got = PackedMatrix(weight, functions)(x)
+    got = PackedMatrix.pack(weight, functions)(x)
     assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
@@ -82,13 +82,13 @@ def test_rounding_the_activations_costs_at_most_half_a_step_each(
     weight, x = make(64, 256), torch.randn(9, 256)
     steps = x.view(9, -1, GROUP).abs().amax(-1, keepdim=True).expand(9, -1, GROUP).reshape(9, 256) / 127
     bound = (steps / 2).double() @ weight.dense().double().abs().T
-    error = (PackedMatrix(weight, functions)(x) - x.double() @ weight.dense().double().T).abs()
+    error = (PackedMatrix.pack(weight, functions)(x) - x.double() @ weight.dense().double().T).abs()
     assert (error <= bound * 1.001).all()
     assert error.norm() < 0.01 * (x @ weight.dense().T).norm()
 
 
 def test_zeros_infinities_and_nan_come_out_as_such(functions: Library) -> None:
-    matrix = PackedMatrix(grouped_4bit(16, 64), functions)
+    matrix = PackedMatrix.pack(grouped_4bit(16, 64), functions)
     x = torch.zeros(3, 64)
     x[1, 5], x[2, 40] = float("nan"), float("inf")
     got = matrix(x)
@@ -100,9 +100,9 @@ def test_what_is_not_in_whole_tiles_is_not_packed(functions: Library) -> None:
     shifted = grouped_8bit(16, 64)
     assert not PackedMatrix.can_pack(replace(shifted, minimum=shifted.minimum + 1))
     with pytest.raises(ValueError, match="24 x 64"):
-        PackedMatrix(grouped_4bit(24, 64), functions)
+        PackedMatrix.pack(grouped_4bit(24, 64), functions)
     with pytest.raises(ValueError, match="activations"):
-        PackedMatrix(grouped_4bit(16, 64), functions)(torch.zeros(1, 96))
+        PackedMatrix.pack(grouped_4bit(16, 64), functions)(torch.zeros(1, 96))
 
 
 # --- the step ------------------------------------------------------------------------------------------------------
@@ -140,7 +140,9 @@ def make_decoder(config: DecoderConfig, wrap: Wrap, dtype: torch.dtype) -> Decod
 def native(functions: Library, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Decoder:
     monkeypatch.setattr(decoder_module, "library", lambda: functions)
     config = CONFIGS[getattr(request, "param", "grouped heads")]
-    decoder = make_decoder(config, lambda weight: NativeLinear(PackedMatrix(weight, functions), None), torch.bfloat16)
+    decoder = make_decoder(
+        config, lambda weight: NativeLinear(PackedMatrix.pack(weight, functions), None), torch.bfloat16
+    )
     assert decoder._fused is not None
     return decoder
 
@@ -219,7 +221,7 @@ def test_a_row_outside_the_kv_is_refused(slot: int, position: int, native: Decod
 
 def test_layers_of_unequal_shapes_are_refused(native: Decoder, functions: Library) -> None:
     def linear(rows: int, columns: int) -> PackedMatrix:
-        return PackedMatrix(grouped_4bit(rows, columns), functions)
+        return PackedMatrix.pack(grouped_4bit(rows, columns), functions)
 
     kv = KvSlots(1, 1, 2, 8, 32, torch.bfloat16, CPU).layers[0]
     norm = torch.ones(64)
