@@ -19,6 +19,7 @@ from typing import Literal, TextIO
 
 from service.client import Client, ConnectionLost, Timeouts
 from service.models import choose_model
+from service.models.compiled import ADVICE, can_run, find_libraries
 from service.models.errors import ModelError
 from service.models.survey import Survey, survey
 from service.protocol import ServiceError
@@ -77,6 +78,8 @@ def examine(settings: Settings, proc: Path = Path("/proc")) -> Iterator[Finding]
         yield Finding("ok", "weights", f"{found.path}: {found.num_files} file(s), {found.file_bytes / _GIB:.2f} GiB")
     gpus = read_gpus()
     yield from check_gpu(settings.device, gpus)
+    if settings.device == "cpu" or not gpus:
+        yield check_compiled(proc)
     if found is not None and not is_live:
         yield check_memory(settings, found, proc, gpus)
     yield check_send_buffer(proc)
@@ -195,6 +198,15 @@ def read_gpus() -> list[tuple[str, int]]:
         return [(name.strip(), int(free) * 2**20) for name, _, free in rows]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
+
+
+def check_compiled(proc: Path) -> Finding:
+    """The part that makes a CPU decode fast is optional: it needs a C compiler at the install."""
+    if found := find_libraries(proc):
+        return Finding("ok", "cpu", f"the compiled step is there: {next(iter(found))}")
+    if can_run(proc):
+        return Finding("note", "cpu", "the compiled step is not there", ADVICE)
+    return Finding("note", "cpu", "this processor has no AVX2: decoding is slow", "use a newer machine, or a GPU")
 
 
 def check_gpu(device: str, gpus: Sequence[tuple[str, int]]) -> Iterator[Finding]:

@@ -46,6 +46,23 @@ def listen(path: Path) -> socket.socket:
     return sock
 
 
+def test_a_step_that_was_not_compiled_is_a_note_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu avx2 fma f16c\nbugs : none\n")
+    compiled = tmp_path / "models"
+    compiled.mkdir()
+    monkeypatch.setattr("service.models.compiled.__file__", str(compiled / "compiled.py"))
+    found = doctor.check_compiled(tmp_path)
+    assert found.level == "note" and "gcc" in found.advice
+    (compiled / "_step_avx512.cpython-311-x86_64-linux-gnu.so").touch()
+    assert doctor.check_compiled(tmp_path).level == "note"  # this processor cannot run it
+    (compiled / "_step_avx2.abi3.so").touch()
+    assert str(doctor.check_compiled(tmp_path)).startswith("ok    cpu")
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu sse2\n")
+    assert "AVX2" in doctor.check_compiled(tmp_path).what
+
+
 # --- socket ------------------------------------------------------------------------------------------------------
 
 

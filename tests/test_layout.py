@@ -89,6 +89,7 @@ TESTED_ELSEWHERE = {
     "service/engine/local": "test_server",
     "service/engine/thread": "test_server",
     "service/engine/steps": "engine/test_steps",
+    "service/models/compiled": "test_doctor",
     "webui/__main__": "test_supervisor",
     "webui/gateway": "webui/test_app",
     "webui/main": "webui/test_settings",

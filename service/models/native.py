@@ -1,4 +1,4 @@
-"""The compiled decode step (`step.c`): finds it, packs matrices for it, calls it. Optional, CPU only.
+"""The compiled decode step (`step.c`): packs matrices for it, and calls it. Optional, CPU only.
 
 The engine thread's. Knows no files and no models. Everything that C cannot check is checked here, so that no input
 makes it read or write where it may not. Calls release the GIL.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from service.models.compiled import ADVICE, can_run, find_libraries
 from service.models.weights import GROUP, Grouped
 
 TILE = 16
@@ -26,10 +28,8 @@ _HUGE_PAGE = 2**21
 _CHUNK = 2**26
 Q4, Q8, NF4 = 4, 8, 40  # kinds of a matrix
 _MAX_HEAD_DIM, _MAX_SHARED = 256, 32  # of step.c
-_NEEDS = {  # the best first
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
-}
+
+log = logging.getLogger(__name__)
 
 
 class _Matrix(ctypes.Structure):
@@ -68,28 +68,19 @@ class Library:
         self.step.argtypes = [pointer, number, pointer, pointer, pointer, pointer, pointer]
 
 
-def find_libraries() -> dict[str, Path]:
-    """What was compiled at the install and runs on this processor, by instruction set, the best first."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text("utf-8").partition("flags")[2].partition("\n")[0].split()
-    except OSError:
-        return {}
-    found = {}
-    for name, needed in _NEEDS.items():
-        files = sorted(Path(__file__).parent.glob(f"_step_{name}.*so"))
-        if files and needed <= set(flags):
-            found[name] = files[0]
-    return found
-
-
 @cache
 def library() -> Library | None:
     """The best one, or None: no compiler at the install, another processor, a torch without its libgomp."""
-    for path in find_libraries().values():
+    for name, path in find_libraries().items():
         try:
-            return Library(path)
-        except OSError:
+            functions = Library(path)
+        except OSError as error:
+            log.warning("the compiled step %s cannot be used: %s", path, error)
             continue
+        log.info("the compiled step is used: %s", name)
+        return functions
+    if can_run():
+        log.warning("the compiled step is not there: %s", ADVICE)
     return None
 
 

@@ -1,12 +1,13 @@
 """NF4 matrices: 4 bits a weight with a scale per 64, through bitsandbytes, one copy of each in memory.
 
-The engine thread's. Knows no layers and no files. Two forms: tiles for bitsandbytes' AVX-512 kernel, and what
-bitsandbytes keeps itself (CUDA, and CPUs without that kernel).
+The engine thread's. Knows no layers and no files. Three forms: blocks for our own kernel, which is the fastest
+(`linear.py`); where it was not compiled, tiles for bitsandbytes' AVX-512 kernel; and what bitsandbytes keeps itself
+(CUDA, and CPUs without either).
 
 Letters: M rows of activations, K inputs, N outputs, T = N / 32 tiles, B = K / 64 blocks of a row.
 
-The tiles are quantised straight from the checkpoint's matrix, a few rows at a time: a code table of 256 entries with
-each NF4 value 16 times makes the 8-bit quantiser of bitsandbytes give the NF4 index in the upper half of a byte.
+Blocks and tiles are quantised straight from the checkpoint's matrix, a few rows at a time: a code table of 256 entries
+with each NF4 value 16 times makes the 8-bit quantiser of bitsandbytes give the NF4 index in the upper half of a byte.
 Measured here for 67 M weights (2 threads): 0.3 s, against 1.6 s of `quantize_4bit` and 0.27 s of its repacking, and no
 int32 copies of the matrix. Scales are kept in bf16, as the kernel wants them: doubly quantised ones would be rounded
 twice and be no smaller in memory.

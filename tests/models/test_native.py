@@ -12,10 +12,11 @@ from torch import Tensor
 
 from service.models import decoder as decoder_module
 from service.models.attention import KvSlots
+from service.models.compiled import find_libraries
 from service.models.decoder import Decoder, DecoderConfig, DecoderWeights, Layer
 from service.models.head import DenseEmbedding, LinearHead
 from service.models.linear import DenseLinear, Linear, LinearFormat, NativeLinear
-from service.models.native import FusedStep, Library, PackedLayer, PackedMatrix, find_libraries
+from service.models.native import FusedStep, Library, PackedLayer, PackedMatrix
 from service.models.weights import GROUP, Grouped, quantize_4bit
 
 Wrap = Callable[[Grouped], Linear]  # puts a 4-bit matrix into a form
