@@ -6,6 +6,8 @@ resolves every "auto". It imports torch only inside `load_model`, so a wrong pat
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +96,17 @@ def load_model(
         if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
             raise MemoryError(f"out of memory while loading {path}: use fewer slots or a shorter context") from error
         raise
+    _return_freed_memory()
     return LoadedModel(
         decoder, opened.tokenizer, opened.family, path.resolve().name if path.is_dir() else path.stem, resolved,
         place.type, opened.defaults, Capabilities(num_slots, context, causal_prompt=opened.causal_prompt),
     )  # fmt: skip
+
+
+def _return_freed_memory() -> None:
+    """Loading passes each matrix through buffers, and the C library would keep some 0.5 GB of them."""
+    with contextlib.suppress(AttributeError, OSError):  # malloc_trim(3) is glibc's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def unasked_context(context_limit: int, num_slots: int, token_bytes: int) -> int:
