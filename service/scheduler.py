@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 # While others read, a prompt should take at most 2.5 times what it takes alone (DESIGN.md); 2.2 leaves room for noise.
 MAX_SLOWDOWN = 2.2
-# Where it would take longer, a step may take this much of its budget: 115 ms of 100, below the p95 target of 120 ms. On
-# the CPU measured there a chunk costs 50 ms before its first token, so the last 15 ms carry a third of its tokens.
-STRETCH = 1.15
+# Shares of its budget that a step may be planned for, the next one where a prompt would take longer. One step in twenty
+# takes 1.25 times what it was planned for (measured: other programs, and longer attention late in a prompt), so the
+# first share keeps the p95 of the gaps at the budget. The last one is for torch's kernels alone: there a chunk costs 50
+# ms before its first token, so that the last 15 ms carry a third of its tokens.
+SHARES = (0.8, 0.9, 1.0, 1.15)
 # Weight of a new measurement.
 _ALPHA = 0.3
 # One measurement may change an estimate by at most this factor, so that one hiccup does not starve prefill.
@@ -67,9 +69,9 @@ class Step:
 class Scheduler:
     """Plans one step at a time; `commit` tells how long its two parts took.
 
-    While somebody reads, a chunk is sized so that decode + chunk take about `step_budget_s`, but never below
-    `min_chunk` tokens, so that decodes which fill the budget alone cannot starve prefill. Where that would make the
-    prompt MAX_SLOWDOWN times slower than alone, the budget is stretched by STRETCH. With nobody reading a chunk has
+    While somebody reads, a chunk is sized so that decode + chunk take a share of `step_budget_s`, but never below
+    `min_chunk` tokens, so that decodes which fill the budget alone cannot starve prefill. The share is the smallest of
+    SHARES that does not make the prompt MAX_SLOWDOWN times slower than alone. With nobody reading a chunk has
     `max_chunk` tokens. Without `causal_prompt` a prompt is one chunk, whatever it costs.
     """
 
@@ -127,10 +129,12 @@ class Scheduler:
         """The chunk that fits beside a decode; the smallest one before any was measured."""
         if not self._chunk_cost.is_known:
             return self._min_chunk
-        size = self._largest_within(self._step_budget_s - self._decode_s)
         alone_s = self._chunk_cost.expect(self._max_chunk) / self._max_chunk
-        if (self._decode_s + self._chunk_cost.expect(size)) / size > MAX_SLOWDOWN * alone_s:
-            size = self._largest_within(STRETCH * self._step_budget_s - self._decode_s)
+        size = self._min_chunk
+        for share in SHARES[0 if self._chunk_cost.is_confirmed else -2 :]:
+            size = self._largest_within(share * self._step_budget_s - self._decode_s)
+            if (self._decode_s + self._chunk_cost.expect(size)) / size <= MAX_SLOWDOWN * alone_s:
+                break
         return size
 
     def _largest_within(self, seconds: float) -> int:
@@ -149,15 +153,24 @@ class ChunkCost:
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float]] = {}  # power of two -> (tokens, seconds)
         self._line: list[tuple[float, float]] = []  # the same, in order and straightened
+        self._num_largest = 0  # measurements of the largest power of two
 
     @property
     def is_known(self) -> bool:
         return bool(self._line)
 
+    @property
+    def is_confirmed(self) -> bool:
+        """What a large chunk costs was measured more than once: the first one may have been a cold start."""
+        return self._num_largest > 1
+
     def learn(self, size: int, seconds: float) -> None:
         # NOTE: tokens are averaged too. Crediting a chunk's share to a fixed size would forget the overhead, and
         # each step would then take up to 30 % more than planned.
         bucket = (size - 1).bit_length()
+        largest = max(self._means, default=0)
+        if bucket >= largest:
+            self._num_largest = 1 + self._num_largest * (bucket == largest)
         old_size, old_s = self._means.get(bucket, (float(size), seconds))
         self._means[bucket] = old_size + _ALPHA * (size - old_size), _learn(old_s, seconds)
         self._line = []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from service.engine.base import Aborted
 from service.protocol import Params
-from service.scheduler import STRETCH, ChunkCost, Scheduler, Sequence, Step
+from service.scheduler import SHARES, ChunkCost, Scheduler, Sequence, Step
 from service.slots import Slots
 from tests.toy import END_ID, ToyCost, ToyRunner, ToyTokenizer
 
@@ -67,8 +67,9 @@ class Simulation:
         return self.now - started_at, self.seconds[first:]
 
 
-# DESIGN.md's measured speeds, by the brief's fit and by the two measured chunks (64: 105 ms, 256: 250 ms).
-MODELS = {"fit": ToyCost(), "measured": ToyCost(prefill_s=0.0567, prefill_token_s=0.000755)}
+# Measured speeds: with torch's kernels, as a fit and by two chunks (64: 105 ms, 256: 250 ms); with the compiled step.
+COMPILED = ToyCost(decode_s=0.0065, decode_row_s=0.0015, prefill_s=0.033, prefill_token_s=0.00034)
+MODELS = {"fit": ToyCost(), "measured": ToyCost(prefill_s=0.0567, prefill_token_s=0.000755), "compiled": COMPILED}
 
 
 def arrival(cost: ToyCost, noise: Callable[[], float] = lambda: 1.0) -> tuple[float, float, list[float]]:
@@ -105,6 +106,13 @@ def test_the_rhythm_holds_with_noise(seed: int) -> None:
     rng = random.Random(seed)
     _, _, gaps = arrival(ToyCost(), lambda: rng.uniform(0.97, 1.03))
     assert p95(gaps) <= 0.120 and max(gaps) <= 0.250
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_time_to_spare_the_rhythm_holds_even_where_steps_often_take_a_quarter_longer(seed: int) -> None:
+    rng = random.Random(seed)
+    alone_s, ttft_s, gaps = arrival(COMPILED, lambda: rng.uniform(0.8, 1.25))
+    assert p95(gaps) <= 0.120 and ttft_s <= 2.5 * alone_s
 
 
 def test_on_a_fast_machine_a_prompt_arrives_in_large_chunks_within_the_budget() -> None:
@@ -216,7 +224,7 @@ def test_once_the_speed_is_known_a_step_keeps_its_budget_or_has_the_smallest_chu
     over = [
         (step.prefill.end - step.prefill.start, round(seconds, 4))
         for step, seconds in zip(simulation.steps[first:], simulation.seconds[first:], strict=True)
-        if step.prefill and step.prefill.end - step.prefill.start > 16 and seconds > STRETCH * BUDGET_S + 0.001
+        if step.prefill and step.prefill.end - step.prefill.start > 16 and seconds > SHARES[-1] * BUDGET_S + 0.001
     ]
     assert not over
 
