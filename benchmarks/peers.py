@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +44,16 @@ def transformers(path: str, threads: int) -> Measure:
 
     torch.set_num_threads(threads)
     folder, name = Path(path).parent, Path(path).name
-    dense = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
-    dense.save_pretrained("/tmp/smollm2-dense")
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    del read.config.quantization_config  # it says "gguf", and such a model cannot be saved
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+    plain.load_state_dict(read.state_dict())
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(
-        "/tmp/smollm2-dense", quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
-    )
+    with tempfile.TemporaryDirectory() as place:
+        plain.save_pretrained(place)
+        model = AutoModelForCausalLM.from_pretrained(
+            place, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
+        )
 
     def measure(prompt: list[int], num_tokens: int) -> tuple[float, float]:
         ids = torch.tensor([prompt])

@@ -32,8 +32,7 @@ class TorchRunner:
         self._decoder = model.decoder
         self._capabilities = model.capabilities
         self._samplers: dict[int, RowSampler] = {}
-        self._max_threads = torch.get_num_threads()
-        self._threads = ThreadChooser(self._max_threads)
+        self._threads = ThreadChooser(torch.get_num_threads())
 
     @property
     def capabilities(self) -> Capabilities:
@@ -65,7 +64,7 @@ class TorchRunner:
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]
     ) -> int | None:
-        torch.set_num_threads(self._max_threads)  # many rows gain from each, whatever else runs
+        torch.set_num_threads(self._threads.current)
         with _step():
             logits = self._decoder.prefill(slot, start, ids, wants_logits=is_last, should_abort=should_abort)
             return None if logits is None else sample(logits, [self._samplers[slot]])[0]

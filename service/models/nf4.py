@@ -23,6 +23,7 @@ for 16384 x 4096 with 2 threads beside other programs (alone it takes half of th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,14 @@ _ROWS_AT_ONCE = 2048  # while quantising
 Parts = dict[str, Tensor]  # what a matrix is made of, by name: what the quantised cache keeps
 
 
+def _bitsandbytes() -> Any:
+    """Imported late: that takes seconds, and what our own kernel runs and is quantised already does not need it."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # NOTE: it warns that an optional package is missing
+    import bitsandbytes
+
+    return bitsandbytes
+
+
 def can_block(weight: Tensor) -> bool:
     rows, columns = weight.shape
     return rows % NATIVE_TILE == 0 and columns % BLOCK == 0
@@ -61,7 +70,7 @@ def quantize_blocks(weight: Tensor) -> Parts:
 
 def _quantized(weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some rows at a time: which, their NF4 indices [n, K] uint8 and the largest magnitudes [n, B] float32."""
-    import bitsandbytes as bnb  # seconds to import, and not needed for what is quantised already
+    bnb = _bitsandbytes()
 
     rows, columns = weight.shape
     code = bnb.functional.get_4bit_type("nf4", device="cpu").repeat_interleave(16)
@@ -80,7 +89,7 @@ class TiledNf4Linear:
     """
 
     def __init__(self, parts: Parts, dtype: torch.dtype, *, keeps_dense: bool) -> None:
-        import bitsandbytes as bnb  # seconds to import, and only this format needs it
+        bnb = _bitsandbytes()
 
         self._values = parts["values"]  # [N, K / 2] uint8
         self._scales = parts["scales"]  # [B, N] bf16
@@ -95,7 +104,7 @@ class TiledNf4Linear:
 
     @staticmethod
     def has_kernel() -> bool:
-        import bitsandbytes as bnb
+        bnb = _bitsandbytes()
 
         return bool(bnb.functional.has_avx512bf16())
 
@@ -167,7 +176,7 @@ class Nf4Linear:
     """NF4 as bitsandbytes keeps it, with doubly quantised scales: any device, any shape."""
 
     def __init__(self, weight: Tensor | Parts, dtype: torch.dtype, *, keeps_dense: bool = False) -> None:
-        import bitsandbytes as bnb
+        bnb = _bitsandbytes()
 
         if isinstance(weight, Tensor):
             placed = weight.to(dtype).contiguous()

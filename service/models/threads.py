@@ -1,13 +1,13 @@
 """How many CPU threads torch computes with. Imports torch only when asked to.
 
 The engine thread's, but for `use_threads`, which is called before torch is imported.
-libgomp's threads spin between two parallel regions (150 a token here) and sleep when that takes too long. By default
-they spin for about 16 ms: beside other busy processes each waits, spinning, for a thread that cannot run because of
-it. Measured here (2 cores, default model), ms per token / ms for a 256-token prefill:
+libgomp's threads spin between two parallel regions and at barriers (150 a token here), and sleep when that takes too
+long. By default they spin for about 16 ms: beside other busy processes each waits, spinning, for a thread that cannot
+run because of it. Measured here (2 cores, default model), ms per token / ms for a 256-token prefill:
 
-    GOMP_SPINCOUNT       default       1,000       10,000      0           (one thread)
-    alone                13.5 / 100    29 / 211    15 / 110    22 / 178    20 / 150
-    beside 3 processes   148 / 4916    32-84       76-204      28 / 200    26 / 180
+    GOMP_SPINCOUNT       default       10,000      0           (one thread)
+    alone                7.5 / 124     8.4 / 121   13 / 194    11 / 186
+    beside 3 processes   88 / 1860     32 / 634    39 / 585    11 / 192
 
 So 10,000 (about half a millisecond), which covers the gaps within a step, and one thread while others need the cores:
 `ThreadChooser` finds out which is faster at the moment. Decode gives bit for bit the same logits with either; a long
@@ -60,14 +60,15 @@ class ThreadChooser:
 
     def record(self, seconds: float, num_rows: int) -> None:
         """What the step took with the count that `choose` gave."""
-        cost = 5 * seconds / (4 + num_rows)  # 1, 2, 4 and 8 rows take about 13.5, 16, 21 and 33 ms
+        cost = 5 * seconds / (4 + num_rows)  # 1, 2, 4 and 8 rows take about 7.1, 7.9, 10.5 and 16.1 ms
         if not self._is_probing:
             self._num_since_probe += 1
             self._recent.append(cost)
             return
         self._probe.append(cost)
         if len(self._probe) == _PROBE_STEPS:
-            self._conclude(min(self._probe) < _CLEARLY * min(self._latest))
+            gain = _CLEARLY if self._other == 1 else 1.0  # in doubt all of them: a prompt gains more than a decode does
+            self._conclude(min(self._probe) < gain * min(self._latest))
 
     @property
     def _latest(self) -> list[float]:

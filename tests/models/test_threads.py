@@ -82,3 +82,13 @@ def test_another_batch_size_is_no_reason_to_look() -> None:
 
 def test_one_core_has_nothing_to_choose() -> None:
     assert set(run_steps(ThreadChooser(1), {1: 0.1}, 200)) == {1}
+
+
+def test_in_doubt_all_threads_are_given_back_as_prompts_gain_most_from_them() -> None:
+    """A compiled step takes nearly as long with one thread as with two, a prompt twice as long."""
+    chooser = ThreadChooser(2)
+    run_steps(chooser, {1: 0.010, 2: 0.030}, 60)
+    assert chooser.current == 1
+    run_steps(chooser, {1: 0.010, 2: 0.0097}, 200)
+    assert chooser.current == 2
+    assert run_steps(chooser, {1: 0.0095, 2: 0.010}, 200).count(1) < 20
