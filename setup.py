@@ -11,7 +11,7 @@ import platform
 from setuptools import Extension, setup
 
 _FLAGS = [
-    "-std=gnu11", "-O3", "-fopenmp", "-fvisibility=hidden",
+    "-std=gnu11", "-O3", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi",
     # Sums may be reordered, so that loops become vectors. NaN and infinity keep their meaning.
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
 ]  # fmt: skip

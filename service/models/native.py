@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from service.engine.base import Aborted
 from service.models.compiled import ADVICE, can_run, find_libraries
 from service.models.weights import GROUP, Grouped
 
@@ -53,6 +54,9 @@ class _Model(ctypes.Structure):
     )  # fmt: skip
 
 
+_SHOULD_ABORT = ctypes.CFUNCTYPE(ctypes.c_int32)
+
+
 class Library:
     """The functions of one compiled `step.c`. Raises `OSError` when the file cannot be loaded."""
 
@@ -65,7 +69,7 @@ class Library:
         self.unpack_nf4.argtypes = [pointer, number, number, pointer]
         self.unpack_nf4.restype = None
         self.step = functions.chatglm_step
-        self.step.argtypes = [pointer, number, pointer, pointer, pointer, pointer, pointer]
+        self.step.argtypes = [pointer, number, pointer, pointer, pointer, pointer, pointer, pointer]
 
 
 @cache
@@ -199,7 +203,7 @@ class PackedLayer:
 
 
 class FusedStep:
-    """All layers of a decode step in one call."""
+    """All layers of a step of few tokens in one call."""
 
     def __init__(
         self, layers: Sequence[PackedLayer], *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
@@ -218,30 +222,38 @@ class FusedStep:
 
     @staticmethod
     def can_run(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-        return head_dim <= _MAX_HEAD_DIM and head_dim % 2 == 0 and num_heads // num_kv_heads <= _MAX_SHARED
+        return head_dim <= _MAX_HEAD_DIM and head_dim % 32 == 0 and num_heads // num_kv_heads <= _MAX_SHARED
 
     def __call__(
         self, slots: Sequence[int], positions: Sequence[int], rotations: Tensor, query_scales: Tensor | None,
-        hidden: Tensor,
+        hidden: Tensor, should_abort: Callable[[], bool] | None = None,
     ) -> Tensor:  # fmt: skip
         """Embeddings [M, E] -> hidden states after the last layer; the rows' keys and values are written.
 
-        `rotations` [M, D / 2] complex64, `query_scales` [M] float32. Raises `MemoryError`, with nothing changed.
+        A row sees all positions of its slot up to its own, also those written here: rows may be of different answers,
+        or of one prompt. `rotations` [M, D / 2] complex64, `query_scales` [M] float32. Asks `should_abort` before each
+        layer and raises `Aborted` when it says yes. Raises `MemoryError`, with nothing changed.
         """
         num_rows = len(slots)
         in_range = all(0 <= slot < self._num_slots for slot in slots)
         if len(positions) != num_rows or not in_range or not all(0 <= at < self._context for at in positions):
             raise ValueError(f"slots {list(slots)} at {list(positions)}: outside the KV")
+        if len(set(zip(slots, positions, strict=True))) < num_rows:
+            raise ValueError(f"slots {list(slots)} at {list(positions)}: two rows in one place")
         hidden = _floats(hidden, num_rows, self._hidden_size).clone()
         turns = _floats(torch.view_as_real(rotations).flatten(1), num_rows, self._head_dim)
         scales = None if query_scales is None else _floats(query_scales[:, None], num_rows, 1)
         where = torch.tensor([slots, positions], dtype=torch.int64)
-        failed = self._step(
+        asks = None if should_abort is None else _SHOULD_ABORT(should_abort)
+        outcome = self._step(
             ctypes.addressof(self._model), num_rows, where[0].data_ptr(), where[1].data_ptr(), turns.data_ptr(),
             None if scales is None else scales.data_ptr(), hidden.data_ptr(),
+            None if asks is None else ctypes.cast(asks, ctypes.c_void_p),
         )  # fmt: skip
-        if failed:
-            raise MemoryError("can't allocate memory for a decode step")
+        if outcome > 0:
+            raise Aborted
+        if outcome < 0:
+            raise MemoryError("can't allocate memory for a step")
         return hidden
 
 

@@ -1,6 +1,6 @@
 /* The decode step on a CPU: matrices of 4 and 8 bits times a few rows, and all layers of the causal decoder around them.
  *
- * One call computes one token for each of M rows, in one parallel region: between two kernels the threads meet at a
+ * One call computes M tokens, of different answers or of one prompt, in one parallel region: between two kernels the threads meet at a
  * barrier instead of going through Python and torch 25 times a layer. Compiled once per instruction set (setup.py) and
  * called through ctypes (service/native/__init__.py), so it needs neither Python's nor torch's headers. It is compiled
  * for OpenMP but not linked with it: the symbols are those of the libgomp that torch has loaded, hence one set of
@@ -29,7 +29,7 @@
 
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, AHEAD = 2048 };
+enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, AHEAD = 2048, MANY_ROWS = 6, QUERIES_AT_ONCE = 4 };
 enum { Q4 = 4, Q8 = 8, NF4 = 40 }; /* kinds of a matrix */
 #define NF4_UNIT 112.03f
 
@@ -323,8 +323,7 @@ static Rounded place_rounded(char *memory, int64_t rows, int64_t columns) {
     return (Rounded){(int8_t *)(floats + 3 * groups), floats, floats + groups, (int32_t *)(floats + 2 * groups)};
 }
 
-static void round_rows(const float *x, int64_t rows, int64_t columns, int64_t from, int64_t to, Rounded *out) {
-    (void)rows;
+static void round_rows(const float *x, int64_t columns, int64_t from, int64_t to, Rounded *out) {
     const int64_t groups = columns / GROUP;
     for (int64_t m = from; m < to; m++)
         round_row(x + m * columns, columns, out->q + m * columns, out->scale + m * groups, out->sum + m * groups,
@@ -339,7 +338,7 @@ API int chatglm_multiply(const Matrix *matrix, int64_t rows, const float *x, flo
 #pragma omp parallel
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        round_rows(x, rows, matrix->columns, share(rows, thread, threads), share(rows, thread + 1, threads), &rounded);
+        round_rows(x, matrix->columns, share(rows, thread, threads), share(rows, thread + 1, threads), &rounded);
 #pragma omp barrier
         multiply_part(matrix, &rounded, rows, out, 0);
     }
@@ -391,63 +390,92 @@ INLINE void rotate(const float *x, const float *rotation, int64_t head_dim, floa
     }
 }
 
-/* What a span of positions gives a query: the largest score, the sum of weights relative to it, the weighted values. */
-typedef struct {
-    float largest, sum, values[MAX_HEAD_DIM];
-} Partial;
+/* What a span of positions gives a query, in floats: the largest score, the sum of weights relative to it, and D weighted
+ * values. */
+enum { LARGEST, SUM, VALUES };
+INLINE int64_t partial_size(const Model *model) { return model->head_dim + VALUES; }
 
-/* The queries that share one kv head, over positions [start, end). */
-static void attend(const Model *model, const float *queries, const uint16_t *keys, const uint16_t *values, int64_t start,
-                   int64_t end, Partial *partials) {
-    const int64_t shared = model->heads / model->kv_heads, size = model->head_dim;
-    float scores[MAX_SHARED][SPAN], row[MAX_HEAD_DIM];
-    for (int64_t at = start; at < end; at++) {
-        for (int64_t i = 0; i < size; i++) row[i] = from_bf16(keys[at * size + i]);
-        for (int64_t query = 0; query < shared; query++) {
-            float score = 0;
-            for (int64_t i = 0; i < size; i++) score += queries[query * size + i] * row[i];
-            scores[query][at - start] = score;
+/* 16 floats in one or two registers, whatever the instruction set. */
+typedef float Floats __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+
+INLINE Floats floats_of(const uint16_t *bf16) { return (Floats)(__builtin_convertvector(*(const Halves *)bf16, Words) << 16); }
+
+INLINE float sum_of(Floats x) {
+    float sum = 0;
+    for (int i = 0; i < 16; i++) sum += x[i];
+    return sum;
+}
+
+/* `num` queries (a constant where this is inlined), which share one kv head, times a key or times weighted values: what
+ * is read is converted once for all of them, and sums stay in registers. */
+INLINE void score(const float *queries, int num, const uint16_t *keys, int64_t size, int64_t count, float (*scores)[SPAN]) {
+    for (int64_t at = 0; at < count; at++, keys += size) {
+        Floats total[QUERIES_AT_ONCE] = {{0}};
+        _mm_prefetch((const char *)(keys + 16 * size), _MM_HINT_T0);
+        for (int64_t i = 0; i < size; i += 16) {
+            const Floats key = floats_of(keys + i);
+            for (int query = 0; query < num; query++) total[query] += *(const Floats *)(queries + query * size + i) * key;
         }
+        for (int query = 0; query < num; query++) scores[query][at] = sum_of(total[query]);
     }
-    for (int64_t query = 0; query < shared; query++) {
-        Partial *partial = partials + query;
-        float largest = scores[query][0], sum = 0;
-        int32_t is_bad = 0;
-        for (int64_t i = 0; i < end - start; i++) {
-            largest = scores[query][i] > largest ? scores[query][i] : largest;
-            is_bad |= is_not_finite(scores[query][i]);
+}
+INLINE void weigh(float (*weights)[SPAN], int num, const uint16_t *values, int64_t size, int64_t count, float *out,
+                  int64_t stride) {
+    for (int64_t i = 0; i < size; i += 32) {
+        Floats low[QUERIES_AT_ONCE] = {{0}}, high[QUERIES_AT_ONCE] = {{0}};
+        for (int64_t at = 0; at < count; at++) {
+            const Floats first = floats_of(values + at * size + i), second = floats_of(values + at * size + i + 16);
+            for (int query = 0; query < num; query++) {
+                low[query] += first * weights[query][at];
+                high[query] += second * weights[query][at];
+            }
         }
-        for (int64_t i = 0; i < end - start; i++) {
-            const float weight = fast_exp(scores[query][i] - largest);
-            scores[query][i] = weight;
-            sum += weight;
-        }
-        partial->largest = is_bad ? 0 : largest;
-        partial->sum = is_bad ? NAN : sum;
-        for (int64_t i = 0; i < size; i++) partial->values[i] = 0;
-    }
-    for (int64_t at = start; at < end; at++) {
-        for (int64_t i = 0; i < size; i++) row[i] = from_bf16(values[at * size + i]);
-        for (int64_t query = 0; query < shared; query++) {
-            const float weight = scores[query][at - start];
-            float *total = partials[query].values;
-            for (int64_t i = 0; i < size; i++) total[i] += weight * row[i];
+        for (int query = 0; query < num; query++) {
+            *(Floats *)(out + query * stride + i) = low[query];
+            *(Floats *)(out + query * stride + i + 16) = high[query];
         }
     }
 }
 
-static void combine(const Partial *partials, int64_t spans, int64_t stride, int64_t size, float *out) {
-    float largest = partials[0].largest, sum = 0;
+/* `num` queries that share one kv head, over `count` positions, at most SPAN. */
+INLINE void attend(const Model *model, const float *queries, int num, const uint16_t *keys, const uint16_t *values,
+                   int64_t count, float *partials) {
+    const int64_t size = model->head_dim, stride = partial_size(model);
+    float scores[QUERIES_AT_ONCE][SPAN];
+    score(queries, num, keys, size, count, scores);
+    for (int query = 0; query < num; query++) {
+        float largest = scores[query][0], sum = 0;
+        int32_t is_bad = 0;
+        for (int64_t i = 0; i < count; i++) {
+            largest = scores[query][i] > largest ? scores[query][i] : largest;
+            is_bad |= is_not_finite(scores[query][i]);
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const float weight = fast_exp(scores[query][i] - largest);
+            scores[query][i] = weight;
+            sum += weight;
+        }
+        partials[query * stride + LARGEST] = is_bad ? 0 : largest;
+        partials[query * stride + SUM] = is_bad ? NAN : sum;
+    }
+    weigh(scores, num, values, size, count, partials + VALUES, stride);
+}
+
+/* Together, what `spans` partials, `stride` floats apart, give: D values. */
+static void combine(const float *partials, int64_t spans, int64_t stride, int64_t size, float *out) {
+    float largest = partials[LARGEST], sum = 0;
     for (int64_t span = 1; span < spans; span++) {
-        const float other = partials[span * stride].largest;
+        const float other = partials[span * stride + LARGEST];
         largest = other > largest ? other : largest;
     }
     for (int64_t i = 0; i < size; i++) out[i] = 0;
     for (int64_t span = 0; span < spans; span++) {
-        const Partial *partial = partials + span * stride;
-        const float weight = fast_exp(partial->largest - largest);
-        sum += weight * partial->sum;
-        for (int64_t i = 0; i < size; i++) out[i] += weight * partial->values[i];
+        const float *partial = partials + span * stride;
+        const float weight = fast_exp(partial[LARGEST] - largest);
+        sum += weight * partial[SUM];
+        for (int64_t i = 0; i < size; i++) out[i] += weight * partial[VALUES + i];
     }
     for (int64_t i = 0; i < size; i++) out[i] /= sum;
 }
@@ -460,38 +488,67 @@ typedef struct {
     const int64_t *slots, *positions;
     const float *rotations, *query_scales;
     float *hidden, *qkv, *gate_up;
-    Partial *partials; /* [M, spans, H] */
+    float *partials; /* [M, spans, H, D + 2] */
+    int32_t (*should_abort)(void);
+    int32_t is_aborted;
 } Step;
 
 INLINE int64_t num_spans(int64_t position) { return position / SPAN + 1; }
 
-/* A row's kv head, one span of positions. The last span also writes the new key and value. */
+INLINE uint16_t *keys_of(const Step *step, const Layer *layer, int64_t row, int64_t kv_head) {
+    const Model *model = step->model;
+    return layer->kv + (step->slots[row] * 2 * model->kv_heads + kv_head) * model->context * model->head_dim;
+}
+INLINE uint16_t *values_of(const Step *step, const Layer *layer, int64_t row, int64_t kv_head) {
+    const Model *model = step->model;
+    return keys_of(step, layer, row, kv_head) + model->kv_heads * model->context * model->head_dim;
+}
+INLINE const float *qkv_of(const Step *step, int64_t row, int64_t head) {
+    const Model *model = step->model;
+    return step->qkv + (row * (model->heads + 2 * model->kv_heads) + head) * model->head_dim;
+}
+
+/* This thread's part of the rows' new keys and values. */
+static void write_part(const Step *step, const Layer *layer) {
+    const Model *model = step->model;
+    const int64_t size = model->head_dim, tasks = step->rows * model->kv_heads;
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    for (int64_t task = share(tasks, thread, threads); task < share(tasks, thread + 1, threads); task++) {
+        const int64_t row = task / model->kv_heads, kv_head = task % model->kv_heads, at = step->positions[row] * size;
+        const float *value = qkv_of(step, row, model->heads + model->kv_heads + kv_head);
+        float key[MAX_HEAD_DIM];
+        rotate(qkv_of(step, row, model->heads + kv_head), step->rotations + row * size, size, key);
+        uint16_t *new_key = keys_of(step, layer, row, kv_head) + at, *new_value = values_of(step, layer, row, kv_head) + at;
+        for (int64_t i = 0; i < size; i++) new_key[i] = to_bf16(key[i]);
+        for (int64_t i = 0; i < size; i++) new_value[i] = to_bf16(value[i]);
+    }
+}
+
+/* A row's kv head, one span of positions. */
 static void attend_task(const Step *step, const Layer *layer, int64_t row, int64_t kv_head, int64_t span) {
     const Model *model = step->model;
     const int64_t size = model->head_dim, shared = model->heads / model->kv_heads, position = step->positions[row];
-    const float *qkv = step->qkv + row * (model->heads + 2 * model->kv_heads) * size;
-    const float *rotation = step->rotations + row * size;
-    const int64_t plane = model->context * size;
-    uint16_t *keys = layer->kv + (step->slots[row] * 2 * model->kv_heads + kv_head) * plane;
-    uint16_t *values = keys + model->kv_heads * plane;
-    int64_t end = (span + 1) * SPAN;
-    if (span + 1 == num_spans(position)) {
-        float key[MAX_HEAD_DIM];
-        const float *value = qkv + (model->heads + model->kv_heads + kv_head) * size;
-        rotate(qkv + (model->heads + kv_head) * size, rotation, size, key);
-        for (int64_t i = 0; i < size; i++) keys[position * size + i] = to_bf16(key[i]);
-        for (int64_t i = 0; i < size; i++) values[position * size + i] = to_bf16(value[i]);
-        end = position + 1;
-    }
+    const int64_t end = span + 1 == num_spans(position) ? position + 1 : (span + 1) * SPAN;
     float queries[MAX_SHARED * MAX_HEAD_DIM];
     const float factor = (step->query_scales ? step->query_scales[row] : 1.0f) / sqrtf((float)size);
     for (int64_t query = 0; query < shared; query++) {
         float *rotated = queries + query * size;
-        rotate(qkv + (kv_head * shared + query) * size, rotation, size, rotated);
+        rotate(qkv_of(step, row, kv_head * shared + query), step->rotations + row * size, size, rotated);
         for (int64_t i = 0; i < size; i++) rotated[i] *= factor;
     }
-    Partial *partials = step->partials + (row * step->max_spans + span) * model->heads + kv_head * shared;
-    attend(model, queries, keys, values, span * SPAN, end, partials);
+    float *partials = step->partials
+                      + ((row * step->max_spans + span) * model->heads + kv_head * shared) * partial_size(model);
+    const uint16_t *keys = keys_of(step, layer, row, kv_head) + span * SPAN * size;
+    const uint16_t *values = values_of(step, layer, row, kv_head) + span * SPAN * size;
+    const int64_t count = end - span * SPAN, stride = partial_size(model);
+    int64_t query = 0;
+    for (; query + 4 <= shared; query += 4)
+        attend(model, queries + query * size, 4, keys, values, count, partials + query * stride);
+    switch (shared - query) {
+        case 3: attend(model, queries + query * size, 3, keys, values, count, partials + query * stride); break;
+        case 2: attend(model, queries + query * size, 2, keys, values, count, partials + query * stride); break;
+        case 1: attend(model, queries + query * size, 1, keys, values, count, partials + query * stride); break;
+    }
 }
 
 /* This thread's part of all rows, kv heads and spans. */
@@ -506,68 +563,106 @@ static void attend_part(const Step *step, const Layer *layer) {
                 if (task >= from && task < to) attend_task(step, layer, row, kv_head, span);
 }
 
-/* One layer. What a row needs before a matrix is computed by each thread for itself: that takes less than a barrier. */
-static void run_layer(const Step *step, const Layer *layer, float *wide, Rounded *rounded) {
+/* What comes before a matrix, the same for all its rows. With few rows each thread computes all of it for itself, in
+ * memory of its own: that takes less than a barrier. With many, each computes some, in memory of all. */
+typedef struct {
+    float *wide;
+    Rounded rounded;
+    int64_t from, to; /* rows */
+    int is_shared;
+} Before;
+
+static void round_before(Before *before, int64_t columns) {
+    round_rows(before->wide, columns, before->from, before->to, &before->rounded);
+    if (before->is_shared) {
+#pragma omp barrier
+    }
+}
+
+static void norm_before(const Step *step, Before *before, const float *weight) {
+    const int64_t hidden = step->model->hidden;
+    for (int64_t row = before->from; row < before->to; row++)
+        norm_row(step->hidden + row * hidden, weight, hidden, step->model->eps, before->wide + row * hidden);
+    round_before(before, hidden);
+}
+
+static void run_layer(const Step *step, const Layer *layer, Before *before) {
     const Model *model = step->model;
-    const int64_t hidden = model->hidden, mlp = model->mlp, size = model->head_dim, attended = model->heads * size;
-    for (int64_t row = 0; row < step->rows; row++)
-        norm_row(step->hidden + row * hidden, layer->input_norm, hidden, model->eps, wide + row * hidden);
-    round_rows(wide, step->rows, hidden, 0, step->rows, rounded);
-    multiply_part(&layer->qkv, rounded, step->rows, step->qkv, 0);
+    const int64_t mlp = model->mlp, size = model->head_dim, attended = model->heads * size;
+    norm_before(step, before, layer->input_norm);
+    multiply_part(&layer->qkv, &before->rounded, step->rows, step->qkv, 0);
 #pragma omp barrier
     if (layer->qkv_bias != NULL) {
 #pragma omp for
         for (int64_t row = 0; row < step->rows; row++)
             for (int64_t i = 0; i < layer->qkv.rows; i++) step->qkv[row * layer->qkv.rows + i] += layer->qkv_bias[i];
     }
+    write_part(step, layer);
+#pragma omp barrier
     attend_part(step, layer);
 #pragma omp barrier
-    for (int64_t row = 0; row < step->rows; row++)
+    for (int64_t row = before->from; row < before->to; row++)
         for (int64_t head = 0; head < model->heads; head++)
-            combine(step->partials + row * step->max_spans * model->heads + head, num_spans(step->positions[row]),
-                    model->heads, size, wide + row * attended + head * size);
-    round_rows(wide, step->rows, attended, 0, step->rows, rounded);
-    multiply_part(&layer->out, rounded, step->rows, step->hidden, 1);
+            combine(step->partials + (row * step->max_spans * model->heads + head) * partial_size(model),
+                    num_spans(step->positions[row]), model->heads * partial_size(model), size,
+                    before->wide + row * attended + head * size);
+    round_before(before, attended);
+    multiply_part(&layer->out, &before->rounded, step->rows, step->hidden, 1);
 #pragma omp barrier
-    for (int64_t row = 0; row < step->rows; row++)
-        norm_row(step->hidden + row * hidden, layer->mlp_norm, hidden, model->eps, wide + row * hidden);
-    round_rows(wide, step->rows, hidden, 0, step->rows, rounded);
-    multiply_part(&layer->gate_up, rounded, step->rows, step->gate_up, 0);
+    norm_before(step, before, layer->mlp_norm);
+    multiply_part(&layer->gate_up, &before->rounded, step->rows, step->gate_up, 0);
 #pragma omp barrier
-    for (int64_t row = 0; row < step->rows; row++) {
+    for (int64_t row = before->from; row < before->to; row++) {
         const float *gate = step->gate_up + row * 2 * mlp, *up = gate + mlp;
-        for (int64_t i = 0; i < mlp; i++) wide[row * mlp + i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
+        for (int64_t i = 0; i < mlp; i++) before->wide[row * mlp + i] = gate[i] / (1 + fast_exp(-gate[i])) * up[i];
     }
-    round_rows(wide, step->rows, mlp, 0, step->rows, rounded);
-    multiply_part(&layer->down, rounded, step->rows, step->hidden, 1);
+    round_before(before, mlp);
+    multiply_part(&layer->down, &before->rounded, step->rows, step->hidden, 1);
 #pragma omp barrier
 }
 
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Whether to go on, asked by one thread for all. */
+static int32_t is_over(Step *step) {
+    if (step->should_abort == NULL) return 0;
+#pragma omp barrier
+    if (omp_get_thread_num() == 0) step->is_aborted = step->should_abort();
+#pragma omp barrier
+    return step->is_aborted;
+}
+
 /* One token for each of M rows: hidden [M, E] goes in as embeddings and comes out after the last layer. Row m is in slot
- * slots[m] at positions[m]; rotations [M, D] are (cos, sin) of its pairs; query_scales [M] or NULL.
- * Returns 0, or -1 when there is no memory: nothing was changed then. */
+ * slots[m] at positions[m], and sees all positions of its slot up to its own, also those that this step writes: several
+ * tokens of one prompt may be in it. rotations [M, D] are (cos, sin) of its pairs; query_scales [M] or NULL.
+ * should_abort, or NULL, is asked before each layer.
+ * Returns 0; 1 when it was aborted; -1 when there is no memory: nothing was changed then. */
 API int chatglm_step(const Model *model, int64_t rows, const int64_t *slots, const int64_t *positions,
-                     const float *rotations, const float *query_scales, float *hidden) {
+                     const float *rotations, const float *query_scales, float *hidden, int32_t (*should_abort)(void)) {
     int64_t last = 0;
     for (int64_t row = 0; row < rows; row++) last = larger(last, positions[row]);
-    Step step = {model, rows, num_spans(last), slots, positions, rotations, query_scales, hidden, NULL, NULL, NULL};
-    const int64_t qkv = (model->heads + 2 * model->kv_heads) * model->head_dim;
+    Step step = {model, rows, num_spans(last), slots, positions, rotations, query_scales, hidden, NULL, NULL, NULL,
+                 should_abort, 0};
+    const int64_t qkv = rows * (model->heads + 2 * model->kv_heads) * model->head_dim;
+    const int64_t partials = rows * step.max_spans * model->heads * partial_size(model);
     const int64_t widest = larger(larger(model->hidden, model->mlp), model->heads * model->head_dim);
-    const size_t shared = sizeof(float) * rows * (qkv + 2 * model->mlp) + sizeof(Partial) * rows * step.max_spans * model->heads;
+    const size_t shared = (sizeof(float) * (qkv + rows * 2 * model->mlp + partials) + 63) / 64 * 64;
     const size_t own = (sizeof(float) * rows * widest + rounded_size(rows, widest) + 127) / 64 * 64;
     char *memory = malloc(shared + own * omp_get_max_threads());
     if (memory == NULL) return -1;
-    step.partials = (Partial *)memory;
-    step.qkv = (float *)(step.partials + rows * step.max_spans * model->heads);
-    step.gate_up = step.qkv + rows * qkv;
+    step.qkv = (float *)memory;
+    step.gate_up = step.qkv + qkv;
+    step.partials = step.gate_up + rows * 2 * model->mlp;
 #pragma omp parallel
     {
-        float *wide = (float *)(memory + shared + own * omp_get_thread_num());
-        Rounded rounded = place_rounded((char *)(wide + rows * widest), rows, widest);
-        for (int64_t i = 0; i < model->num_layers; i++) run_layer(&step, model->layers + i, wide, &rounded);
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int is_shared = rows >= MANY_ROWS;
+        Before before = {.wide = (float *)(memory + shared + (is_shared ? 0 : own * thread)), .is_shared = is_shared};
+        before.rounded = place_rounded((char *)(before.wide + rows * widest), rows, widest);
+        before.from = is_shared ? share(rows, thread, threads) : 0;
+        before.to = is_shared ? share(rows, thread + 1, threads) : rows;
+        for (int64_t i = 0; i < model->num_layers && !is_over(&step); i++) run_layer(&step, model->layers + i, &before);
     }
     free(memory);
-    return 0;
+    return step.is_aborted;
 }

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from service.engine.base import Aborted
 from service.models import decoder as decoder_module
 from service.models.attention import KvSlots
 from service.models.compiled import find_libraries
-from service.models.decoder import Decoder, DecoderConfig, DecoderWeights, Layer
+from service.models.decoder import MAX_FUSED_TOKENS, Decoder, DecoderConfig, DecoderWeights, Layer
 from service.models.head import DenseEmbedding, LinearHead
 from service.models.linear import DenseLinear, Linear, LinearFormat, NativeLinear
 from service.models.native import FusedStep, Library, PackedLayer, PackedMatrix
@@ -203,6 +204,44 @@ def test_a_row_is_the_same_bit_for_bit_in_any_batch_and_with_any_number_of_threa
         torch.set_num_threads(before)
 
 
+def prompt(decoder: Decoder, slot: int, start: int, ids: list[int]) -> Tensor:
+    logits = decoder.prefill(slot, start, ids, wants_logits=True, should_abort=lambda: False)
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("native", CONFIGS, indirect=True)
+@pytest.mark.parametrize("chunks", [[1] * 90, [5, 2, 83], [90]], ids=["1", "3", "whole"])
+def test_a_few_tokens_of_a_prompt_are_what_one_after_another_is(chunks: list[int], native: Decoder) -> None:
+    ids = [(7 * i * i + 3) % 96 for i in range(90)]
+    for position, id in enumerate(ids):
+        wanted = native.decode([1], [id], [position])
+    start = 0
+    for size in chunks:
+        got = prompt(native, 2, start, ids[start : start + size])
+        start += size
+    assert torch.equal(got, wanted)
+    for layer in native.kv.layers:
+        assert torch.equal(layer[2, :, :, :90], layer[1, :, :, :90])
+
+
+def test_more_tokens_take_the_other_path_and_come_close(native: Decoder) -> None:
+    ids = [(7 * i * i + 3) % 96 for i in range(MAX_FUSED_TOKENS + 1)]
+    prompt(native, 0, 0, ids[:-1])
+    wanted = native.decode([0], [ids[-1]], [len(ids) - 1])
+    got = prompt(native, 1, 0, ids)
+    assert not torch.equal(got, wanted) and (got - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_a_prompt_is_given_up_between_layers(native: Decoder) -> None:
+    answers = iter([False, False, True])
+    with pytest.raises(Aborted):
+        native.prefill(0, 0, [1, 2, 3], wants_logits=True, should_abort=lambda: next(answers))
+    assert next(answers, None) is None
+    prompt(native, 0, 0, [1, 2, 3])
+    assert torch.equal(prompt(native, 1, 0, [1, 2, 3]), prompt(native, 0, 0, [1, 2, 3]))
+
+
 def test_a_hidden_state_that_is_not_finite_ends_in_logits_that_are_not(native: Decoder) -> None:
     fill(native, LENGTHS)
     native.kv.layers[1][0, 0, 0, 3, 0] = float("nan")
@@ -218,6 +257,8 @@ def test_a_row_outside_the_kv_is_refused(slot: int, position: int, native: Decod
         native._fused([slot], [position], rotations, None, hidden)
     with pytest.raises(ValueError, match="is needed"):
         native._fused([0], [0], rotations[:, :8], None, hidden)
+    with pytest.raises(ValueError, match="two rows"):
+        native._fused([0, 0], [1, 1], torch.cat([rotations] * 2), None, torch.cat([hidden] * 2))
 
 
 def test_layers_of_unequal_shapes_are_refused(native: Decoder, functions: Library) -> None:
