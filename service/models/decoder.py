@@ -192,8 +192,8 @@ class Decoder:
 
 
 def _are_few(start: int, num_tokens: int) -> bool:
-    """Whether the compiled step computes these prompt tokens about as fast as torch does. Its result is bit for bit that
-    of decoding one after another. Measured at positions 0, 500 and 1,500, ms:
+    """Whether the compiled step computes these prompt tokens about as fast as torch does. Its result is that of
+    decoding one after another, bit for bit. Measured at positions 0, 500 and 1,500, ms:
 
         16 tokens: 13, 24,  47; torch 41, 29,  42
         32 tokens: 22, 43,  81; torch 38, 47,  58
