@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.serve import print_table, words
-from service.models import choose_model, load_model
+from benchmarks.step import add_model_options, load
 from service.models.threads import use_threads
 from service.protocol import Message, Params
 
@@ -40,20 +39,14 @@ def first_difference(one: list[int], other: list[int]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="auto")
-    parser.add_argument("--weights-dir", type=Path, default=Path("model_weights"))
-    parser.add_argument("--quantization", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    add_model_options(parser)
     parser.add_argument("--cuts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=80)
     options = parser.parse_args()
     use_threads(0)
     from service.engine.runner import TorchRunner  # imports torch: after use_threads
 
-    model = load_model(
-        choose_model(options.model, options.weights_dir), family="auto", quantization=options.quantization,
-        dtype=options.dtype, device="auto", num_slots=1, max_context=2048, progress=lambda _: None,
-    )  # fmt: skip
+    model = load(options, num_slots=1)
     runner = TorchRunner(model)
     rng = random.Random(11)
     result: dict[str, object] = {"model": model.name, "quantization": model.quantization, "cuts": options.cuts}

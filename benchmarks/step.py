@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from service.models import choose_model, load_model
+from service.models import LoadedModel, choose_model, load_model
 from service.models.threads import use_threads
 from service.protocol import Params
 
@@ -27,10 +27,7 @@ POSITION = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="auto")
-    parser.add_argument("--weights-dir", type=Path, default=Path("model_weights"))
-    parser.add_argument("--quantization", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    add_model_options(parser)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=40)
     options = parser.parse_args()
@@ -38,10 +35,7 @@ def main() -> None:
     from service.engine.runner import TorchRunner  # imports torch: after use_threads
 
     started = time.perf_counter()
-    model = load_model(
-        choose_model(options.model, options.weights_dir), family="auto", quantization=options.quantization,
-        dtype=options.dtype, device="auto", num_slots=max(BATCHES), max_context=2048, progress=lambda _: None,
-    )  # fmt: skip
+    model = load(options, num_slots=max(BATCHES))
     runner = TorchRunner(model)
     runner.warm_up()
     result: dict[str, object] = {
@@ -59,6 +53,21 @@ def main() -> None:
         prompt = partial(runner.prefill, 0, 0, [7] * tokens, is_last=True, should_abort=lambda: False)
         result[f"prefill_{tokens}"] = show(f"prefill of {tokens}", prompt, max(options.repeat // 8, 3))
     print(json.dumps(result))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="auto")
+    parser.add_argument("--weights-dir", type=Path, default=Path("model_weights"))
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--dtype", default="auto")
+
+
+def load(options: argparse.Namespace, *, num_slots: int) -> LoadedModel:
+    """The model of `add_model_options`, with slots of 2,048 tokens."""
+    return load_model(
+        choose_model(options.model, options.weights_dir), family="auto", quantization=options.quantization,
+        dtype=options.dtype, device="auto", num_slots=num_slots, max_context=2048, progress=lambda _: None,
+    )  # fmt: skip
 
 
 def show(name: str, run: Callable[[], object], repeat: int) -> float:

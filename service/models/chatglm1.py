@@ -150,7 +150,7 @@ class ChatGLM1:
         """One token in each of N different slots, row i at index `positions[i]` -> logits [N, V] float32."""
         attention = DecodeAttention(self.kv, slots, positions, self.device)
         streams = [self._streams(slot, index) for slot, index in zip(slots, positions, strict=True)]
-        return self._logits(self._forward(ids, streams, attention, _never))
+        return self._logits(self._forward(ids, streams, attention, None))
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, should_abort: Callable[[], bool]
@@ -177,13 +177,13 @@ class ChatGLM1:
 
     def _forward(
         self, ids: Sequence[int], streams: Sequence[tuple[int, int]], attention: Attention,
-        should_abort: Callable[[], bool],
+        should_abort: Callable[[], bool] | None,
     ) -> Tensor:  # fmt: skip
         """Hidden states [N, E] float32."""
         hidden = self._embedding(torch.tensor(ids, device=self.device))  # [N, E]
         rotations = self._rotations(torch.tensor(streams, device=self.device))
         for index, layer in enumerate(self._layers):
-            if should_abort():
+            if should_abort is not None and should_abort():
                 raise Aborted
             # The residual is the *normalised* input, scaled.
             normed = layer.input_norm(hidden)
@@ -268,7 +268,3 @@ def _check_tensors(files: TensorFiles, config: ChatGLM1Config) -> None:
             f"{_LAYER.format(index)}{name}.{part}" for name in (*_MATRICES, *_NORMS) for part in ("weight", "bias")
         ]
     files.check(wanted, lambda name: name.endswith("inv_freq"))
-
-
-def _never() -> bool:
-    return False

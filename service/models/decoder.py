@@ -115,7 +115,7 @@ class Decoder:
         if self._fused is not None:
             return self._logits(self._run_fused(slots, ids, positions, None))
         attention = DecodeAttention(self.kv, slots, positions, self.device)
-        return self._logits(self._forward(ids, torch.tensor(positions, device=self.device), attention, None, _never))
+        return self._logits(self._forward(ids, torch.tensor(positions, device=self.device), attention, None, None))
 
     def prefill(
         self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, should_abort: Callable[[], bool]
@@ -145,14 +145,14 @@ class Decoder:
 
     def _forward(
         self, ids: Sequence[int], positions: Tensor, attention: Attention, only_row: int | None,
-        should_abort: Callable[[], bool],
+        should_abort: Callable[[], bool] | None,
     ) -> Tensor:  # fmt: skip
         """Hidden states [N, E]. `only_row`: the one that is wanted; the others leave once their last KV is written."""
         hidden = self._embedding(torch.tensor(ids, device=self.device))  # [N, E]
         rotations = self._gather_rotations(positions)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            if should_abort():
+            if should_abort is not None and should_abort():
                 raise Aborted
             attended = attention(index, self._heads(layer, hidden, rotations))  # [N, H * D]
             if index == last and only_row is not None:
@@ -219,7 +219,3 @@ def _fuse(config: DecoderConfig, layers: Sequence[Layer], kv: KvSlots) -> FusedS
         packed, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         eps=config.rms_norm_eps, functions=functions,
     )  # fmt: skip
-
-
-def _never() -> bool:
-    return False
