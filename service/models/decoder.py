@@ -27,7 +27,7 @@ from service.models.head import Embedding, Head
 from service.models.linear import Linear, NativeLinear
 from service.models.native import FusedStep, PackedLayer, library
 
-MAX_FUSED_TOKENS = 96  # of a prompt, in one compiled step
+MAX_FUSED_TOKENS = 48  # of a prompt, in one compiled step
 _MAX_FUSED_PAIRS = 2**14  # of a token and a position that it sees
 
 
@@ -195,9 +195,9 @@ def _are_few(start: int, num_tokens: int) -> bool:
     """Whether the compiled step computes these prompt tokens about as fast as torch does. Its result is that of
     decoding one after another, bit for bit. Measured at positions 0, 500 and 1,500, ms:
 
-        16 tokens: 13, 24,  47; torch 41, 29,  42
-        32 tokens: 22, 43,  81; torch 38, 47,  58
-        96 tokens: 65, 109, 238; torch 69, 87, 105
+        16 tokens: 15, 25,  43; torch 23, 28, 34
+        32 tokens: 29, 45,  83; torch 38, 47, 57
+        48 tokens: 41, 66, 122; torch 58, 65, 82
     """
     return num_tokens <= MAX_FUSED_TOKENS and num_tokens * (start + num_tokens) <= _MAX_FUSED_PAIRS
 

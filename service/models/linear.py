@@ -6,22 +6,21 @@ Letters: M rows of activations, K inputs, N outputs.
 Few rows are bound by memory, many by arithmetic, so a packed matrix may keep a bf16 copy for the many. Measured here
 (2 threads, Xeon with AVX-512 and AMX, torch 2.13), ms for M rows times 30 matrices of 3072 x 576, one after another:
 
-    kernel                  M=1    4      8      16     32     64     128    256
-    ours (step.c), 4 bits   0.8    1.0    1.6    3.1    7.7    14     26     49
-    torch's int4pack, bf16  1.7    3.1    5.7    12     -      -      -      -
-    bf16 GEMM               11     12     11     11     13     15     20     26
+    kernel                  M=1    4      8      16     32     64
+    ours (step.c), 4 bits   0.8    1.1    1.8    4      10     24
+    torch's int4pack, bf16  1.7    3.1    5.7    12     -      -
+    bf16 GEMM               11     12     11     11     13     15
 
 and times 10 layers of ChatGLM-6B in NF4 (2.0 G weights), where no bf16 copy fits:
 
-    ours                    61     64     -      158    291    539    1070   -
-    unpacked, bf16 GEMM     -      -      -      -      -      780    1000   -      (512 rows: 2200)
-    bitsandbytes            100    139    -      -      -      -      -      -
+    ours                    70     87     -      283    560    1120
+    unpacked, bf16 GEMM     -      -      -      -      -      780
+    bitsandbytes            100    139    -      -      -      -
 
-Ours reads 17 GB/s, a plain sum 16; it needs a C compiler at the install (`native.py`). torch's kernel in float32 is a
-plain loop (only bf16 is vectorised): exact, 30 times slower, for checking only. Rounding the scales to bf16, as it
-does, costs 0.3 % of a product's size; rounding activations to 8 bits, as ours does, 0.5 %. Over 177 steps of the
-default model, against float32: a divergence of 0.0014 nats with ours, 0.0004 with torch's, and another best token in
-2.3 % and 1.7 % of them.
+Ours reads 15 GB/s, a plain sum 16; it needs a C compiler at the install (`native.py`). It rounds activations to 15
+bits: in the default model's answers to ten questions that costs 0.0001 nats against float32. torch's kernel rounds
+them, and the scales, to bf16. In float32 it is a plain loop (only bf16 is vectorised): exact, 30 times slower, for
+checking only.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from service.models.native import NF4, TILE, Library, PackedMatrix, library
 from service.models.nf4 import MAX_PACKED_ROWS, Nf4Linear, Parts, TiledNf4Linear, can_block, quantize_blocks
 from service.models.weights import GROUP, Grouped, Weight, dense, quantize_4bit
 
-MAX_NATIVE_ROWS = 64
+MAX_NATIVE_ROWS = 32
 _UNPACKED_WEIGHTS = 2**20  # 2 MB of them at once
 _int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 

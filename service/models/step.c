@@ -15,8 +15,8 @@
  * A product takes the 16 values of NF4 as multiples of 1 / 112.03, the unit between 60 and 127 with the least error:
  * 0.0017, where the weights of a block are around 0.4. `chatglm_unpack_nf4` gives them exactly.
  *
- * Activations are rounded to 8 bits with a scale for each group of 32, as llama.cpp's Q8_1 does: the rounding is about
- * as large as bfloat16's. Each row's result depends on that row alone: it is the same, bit for bit, in any batch and
+ * Activations are rounded twice to 8 bits, with a scale for each group of 32: to the nearest unit, and what that leaves to
+ * the nearest 254th of one. So they have 15 bits, where llama.cpp's Q8_1 has 8 and bfloat16 as many. Each row's result depends on that row alone: it is the same, bit for bit, in any batch and
  * with any number of threads.
  *
  * Letters: M rows, E hidden size, F mlp size, H query heads, G kv heads, D head dim, C context.
@@ -32,6 +32,7 @@
 enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, AHEAD = 2048, MANY_ROWS = 6, QUERIES_AT_ONCE = 4 };
 enum { Q4 = 4, Q8 = 8, NF4 = 40 }; /* kinds of a matrix */
 #define NF4_UNIT 112.03f
+#define FINE 254.0f /* what is left of half a unit fits into 8 bits */
 
 typedef struct {
     int64_t rows, columns; /* multiples of 16 and 32 */
@@ -55,11 +56,12 @@ typedef struct {
     const Layer *layers;
 } Model;
 
-/* Rounded activations of M rows: q [M, K], and for each group its scale, the sum of q, and that sum times the scale. */
+/* Rounded activations of M rows, x = (q + fine / FINE) * scale: q and fine [M, K], and for each group its scale, the sums
+ * of q and of fine, and the sum of x. */
 typedef struct {
-    int8_t *q;
+    int8_t *q, *fine;
     float *scale, *sum;
-    int32_t *count;
+    int32_t *count, *fine_count;
 } Rounded;
 
 /* --- threads: libgomp's own, declared here because its header may be missing ------------------------------------- */
@@ -104,22 +106,28 @@ INLINE int32_t is_not_finite(float value) { /* by its bits: no optimisation of s
     return (word.i & 0x7f800000) == 0x7f800000;
 }
 
-static void round_row(const float *x, int64_t columns, int8_t *q, float *scale, float *sum, int32_t *count) {
-    for (int64_t group = 0; group < columns / GROUP; group++, x += GROUP, q += GROUP) {
+static void round_row(const float *x, int64_t groups, int64_t at, Rounded *out) {
+    int8_t *q = out->q + at * GROUP, *fine = out->fine + at * GROUP;
+    for (int64_t group = at; group < at + groups; group++, x += GROUP, q += GROUP, fine += GROUP) {
         float largest = 0;
         for (int i = 0; i < GROUP; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
         float unit = largest / 127, inverse = unit > 0 ? 1 / unit : 0;
-        int32_t total = 0, is_bad = 0;
+        int32_t total = 0, fine_total = 0, is_bad = 0;
         for (int i = 0; i < GROUP; i++) {
-            const int32_t bad = is_not_finite(x[i]), value = bad ? 0 : (int32_t)nearbyintf(x[i] * inverse);
+            const int32_t bad = is_not_finite(x[i]);
+            const float scaled = bad ? 0 : x[i] * inverse, whole = nearbyintf(scaled);
+            const int32_t value = (int32_t)whole, rest = (int32_t)nearbyintf((scaled - whole) * FINE);
             q[i] = (int8_t)value;
+            fine[i] = (int8_t)rest;
             total += value;
+            fine_total += rest;
             is_bad |= bad;
         }
         if (is_bad) unit = NAN; /* it must reach the logits, not end as some number */
-        scale[group] = unit;
-        sum[group] = unit * (float)total;
-        count[group] = total;
+        out->scale[group] = unit;
+        out->sum[group] = unit * ((float)total + (float)fine_total * (1 / FINE));
+        out->count[group] = total;
+        out->fine_count[group] = fine_total;
     }
 }
 
@@ -276,7 +284,9 @@ INLINE void tile_rows(const Matrix *matrix, int64_t tile, const Rounded *x, int6
         const Lanes scale = lanes_half(scales), minimum = kind == Q4 ? lanes_half(scales + 32) : lanes_zero();
         for (int m = 0; m < num; m++) {
             const int64_t at = (first + m) * groups + group;
-            Lanes product = dot(&bytes, x->q + at * GROUP, kind == Q4 ? 0 : -128 * x->count[at], kind);
+            const Lanes coarse = dot(&bytes, x->q + at * GROUP, kind == Q4 ? 0 : -128 * x->count[at], kind);
+            const Lanes fine = dot(&bytes, x->fine + at * GROUP, kind == Q4 ? 0 : -128 * x->fine_count[at], kind);
+            const Lanes product = lanes_fma1(fine, 1 / FINE, coarse);
             total[m] = lanes_fma(lanes_scaled(product, x->scale[at] * unit), scale, total[m]);
             if (kind == Q4) total[m] = lanes_fma1(minimum, x->sum[at], total[m]);
         }
@@ -315,19 +325,18 @@ static void multiply_part(const Matrix *matrix, const Rounded *x, int64_t rows, 
 
 /* --- memory for one call -------------------------------------------------------------------------------------------- */
 
-static size_t rounded_size(int64_t rows, int64_t columns) { return rows * (columns + columns / GROUP * 12) + 64; }
+static size_t rounded_size(int64_t rows, int64_t columns) { return rows * (2 * columns + columns / GROUP * 16) + 64; }
 
 static Rounded place_rounded(char *memory, int64_t rows, int64_t columns) {
     const int64_t groups = rows * columns / GROUP;
     float *floats = (float *)memory;
-    return (Rounded){(int8_t *)(floats + 3 * groups), floats, floats + groups, (int32_t *)(floats + 2 * groups)};
+    int32_t *counts = (int32_t *)(floats + 2 * groups);
+    int8_t *bytes = (int8_t *)(counts + 2 * groups);
+    return (Rounded){bytes, bytes + groups * GROUP, floats, floats + groups, counts, counts + groups};
 }
 
 static void round_rows(const float *x, int64_t columns, int64_t from, int64_t to, Rounded *out) {
-    const int64_t groups = columns / GROUP;
-    for (int64_t m = from; m < to; m++)
-        round_row(x + m * columns, columns, out->q + m * columns, out->scale + m * groups, out->sum + m * groups,
-                  out->count + m * groups);
+    for (int64_t m = from; m < to; m++) round_row(x + m * columns, columns / GROUP, m * (columns / GROUP), out);
 }
 
 /* x [M, K] * matrix -> out [M, N]. Returns 0, or -1 when there is no memory. */

@@ -77,16 +77,16 @@ def test_a_product_is_exact_where_activations_need_no_rounding(make: type, num_r
 
 
 @pytest.mark.parametrize("make", [grouped_4bit, grouped_8bit])
-def test_rounding_the_activations_costs_at_most_half_a_step_each(
+def test_rounding_the_activations_costs_at_most_half_of_a_254th_of_a_step_each(
     make: Callable[[int, int], Grouped], functions: Library
 ) -> None:
     torch.manual_seed(0)
     weight, x = make(64, 256), torch.randn(9, 256)
     steps = x.view(9, -1, GROUP).abs().amax(-1, keepdim=True).expand(9, -1, GROUP).reshape(9, 256) / 127
-    bound = (steps / 2).double() @ weight.dense().double().abs().T
+    bound = (steps / 2 / 254).double() @ weight.dense().double().abs().T
     error = (PackedMatrix.pack(weight, functions)(x) - x.double() @ weight.dense().double().T).abs()
-    assert (error <= bound * 1.001).all()
-    assert error.norm() < 0.01 * (x @ weight.dense().T).norm()
+    assert (error <= bound * 1.01).all()
+    assert error.norm() < 5e-5 * (x @ weight.dense().T).norm()
 
 
 def test_zeros_infinities_and_nan_come_out_as_such(functions: Library) -> None:
@@ -181,8 +181,8 @@ def test_the_step_computes_what_the_torch_decoder_computes(native: Decoder) -> N
     for decoder in (native, plain):
         fill(decoder, LENGTHS)
     got, wanted = step(native, [2, 0, 3, 1], [5, 6, 7, 8]), step(plain, [2, 0, 3, 1], [5, 6, 7, 8])
-    # Activations of 8 bits and keys and values of bf16, three layers deep: measured 0.5 to 1.2 %.
-    assert ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.03
+    # Keys and values are bf16: measured 0.24 % at most.
+    assert ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.006
     for mine, theirs in zip(native.kv.layers, plain.kv.layers, strict=True):
         for slot, position in LENGTHS.items():
             new, old = mine[slot, :, :, position].float(), theirs[slot, :, :, position]
@@ -211,9 +211,9 @@ def prompt(decoder: Decoder, slot: int, start: int, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("native", CONFIGS, indirect=True)
-@pytest.mark.parametrize("chunks", [[1] * 90, [5, 2, 83], [90]], ids=["1", "3", "whole"])
+@pytest.mark.parametrize("chunks", [[1] * 40, [5, 2, 33], [40]], ids=["1", "3", "whole"])
 def test_a_few_tokens_of_a_prompt_are_what_one_after_another_is(chunks: list[int], native: Decoder) -> None:
-    ids = [(7 * i * i + 3) % 96 for i in range(90)]
+    ids = [(7 * i * i + 3) % 96 for i in range(40)]
     for position, id in enumerate(ids):
         wanted = native.decode([1], [id], [position])
     start = 0
@@ -222,7 +222,7 @@ def test_a_few_tokens_of_a_prompt_are_what_one_after_another_is(chunks: list[int
         start += size
     assert torch.equal(got, wanted)
     for layer in native.kv.layers:
-        assert torch.equal(layer[2, :, :, :90], layer[1, :, :, :90])
+        assert torch.equal(layer[2, :, :, :40], layer[1, :, :, :40])
 
 
 def test_more_tokens_take_the_other_path_and_come_close(native: Decoder) -> None:

@@ -79,9 +79,9 @@ def test_the_compiled_kernel_multiplies_with_the_same_weights(
     got = product(x)
     assert got.shape == (num_rows, shape[0]) and got.dtype == torch.bfloat16
     exact = x.float() @ dequantized(weight.float()).T
-    # Few rows: values of NF4 to 0.4 %, activations to 0.5 %; measured 0.8 %. Many: both to bf16, 0.3 %. And a weight
-    # half way between two values may fall to either side.
-    assert error(got, exact) < (0.013 if num_rows <= MAX_NATIVE_ROWS else 0.008)
+    # Few rows: values of NF4 to 0.4 %. Many: both to bf16, 0.3 %. And a weight half way between two values may fall to
+    # either side.
+    assert error(got, exact) < (0.009 if num_rows <= MAX_NATIVE_ROWS else 0.008)
 
 
 def test_the_compiled_kernel_unpacks_what_bitsandbytes_does() -> None:
