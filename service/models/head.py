@@ -105,7 +105,7 @@ class TwoStageHead:
 
 
 class NativeHead:
-    """All logits from the 8-bit table itself and activations of 8 bits, the best `NUM_REFINED` again in float32."""
+    """All logits from the 8-bit table itself and activations of 15 bits, the best `NUM_REFINED` again in float32."""
 
     def __init__(self, table: Grouped, matrix: PackedMatrix) -> None:
         self._matrix = matrix

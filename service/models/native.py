@@ -28,6 +28,7 @@ TILE = 16
 _HUGE_PAGE = 2**21
 _CHUNK = 2**26
 Q4, Q8, NF4 = 4, 8, 40  # kinds of a matrix
+GROUP_BYTES = {Q4: 320, Q8: 544, NF4: 272}  # of a tile, for one group of columns
 _MAX_HEAD_DIM, _MAX_SHARED = 256, 32  # of step.c
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class PackedMatrix:
     def __init__(self, blocks: Tensor, kind: int, functions: Library) -> None:
         """Raises `ValueError` for blocks that are no matrix of this kind."""
         num_tiles, num_groups, size = blocks.shape
-        if blocks.dtype != torch.uint8 or size != {Q4: 320, Q8: 544, NF4: 272}[kind] or not blocks.is_contiguous():
+        if blocks.dtype != torch.uint8 or size != GROUP_BYTES[kind] or not blocks.is_contiguous():
             raise ValueError(f"blocks {blocks.dtype} {list(blocks.shape)} are not of kind {kind}")
         self.shape = (num_tiles * TILE, num_groups * GROUP)
         self.kind = kind

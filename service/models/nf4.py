@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from service.models.native import GROUP_BYTES, NF4, interleave_4bit, interleave_scales
 from service.models.native import TILE as NATIVE_TILE
-from service.models.native import interleave_4bit, interleave_scales
 
 TILE = 32  # rows that the kernel works on together
 BLOCK = 64  # weights of a row that share a scale
@@ -60,18 +60,18 @@ def can_block(weight: Tensor) -> bool:
 def quantize_blocks(weight: Tensor) -> Parts:
     """[N, K] of any float type -> the blocks of `step.c`. Extra memory: some rows."""
     rows, columns = weight.shape
-    blocks = torch.empty(rows // NATIVE_TILE, columns // BLOCK, 2 * 272, dtype=torch.uint8)
+    size = GROUP_BYTES[NF4]  # a block is two groups: their values, then the scales of both
+    blocks = torch.empty(rows // NATIVE_TILE, columns // BLOCK, 2 * size, dtype=torch.uint8)
     for some, indices, largest in _quantized(weight):
         tiles = blocks[some.start // NATIVE_TILE : some.stop // NATIVE_TILE]
         tiles[..., :512] = interleave_4bit(indices).view(*tiles.shape[:2], 512)
         tiles[..., 512:] = interleave_scales(largest)
-    return {"blocks": blocks.view(rows // NATIVE_TILE, -1, 272)}
+    return {"blocks": blocks.view(rows // NATIVE_TILE, -1, size)}
 
 
 def _quantized(weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some rows at a time: which, their NF4 indices [n, K] uint8 and the largest magnitudes [n, B] float32."""
     bnb = _bitsandbytes()
-
     rows, columns = weight.shape
     code = bnb.functional.get_4bit_type("nf4", device="cpu").repeat_interleave(16)
     quantize = torch.ops.bitsandbytes.quantize_blockwise.default
@@ -104,9 +104,7 @@ class TiledNf4Linear:
 
     @staticmethod
     def has_kernel() -> bool:
-        bnb = _bitsandbytes()
-
-        return bool(bnb.functional.has_avx512bf16())
+        return bool(_bitsandbytes().functional.has_avx512bf16())
 
     @classmethod
     def can_tile(cls, weight: Tensor) -> bool:

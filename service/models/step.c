@@ -1,8 +1,8 @@
 /* The decode step on a CPU: matrices of 4 and 8 bits times a few rows, and all layers of the causal decoder around them.
  *
- * One call computes M tokens, of different answers or of one prompt, in one parallel region: between two kernels the threads meet at a
- * barrier instead of going through Python and torch 25 times a layer. Compiled once per instruction set (setup.py) and
- * called through ctypes (service/native/__init__.py), so it needs neither Python's nor torch's headers. It is compiled
+ * One call computes M tokens, of different answers or of one prompt, in one parallel region: between two kernels the
+ * threads meet at a barrier instead of going through Python and torch 25 times a layer. Compiled once per instruction set
+ * (setup.py) and called through ctypes (native.py), so it needs neither Python's nor torch's headers. It is compiled
  * for OpenMP but not linked with it: the symbols are those of the libgomp that torch has loaded, hence one set of
  * threads, and torch.set_num_threads counts here too.
  *
@@ -16,8 +16,8 @@
  * 0.0017, where the weights of a block are around 0.4. `chatglm_unpack_nf4` gives them exactly.
  *
  * Activations are rounded twice to 8 bits, with a scale for each group of 32: to the nearest unit, and what that leaves to
- * the nearest 254th of one. So they have 15 bits, where llama.cpp's Q8_1 has 8 and bfloat16 as many. Each row's result depends on that row alone: it is the same, bit for bit, in any batch and
- * with any number of threads.
+ * the nearest 254th of one. So they have 15 bits, where llama.cpp's Q8_1 has 8 and bfloat16 as many. Each row's result
+ * depends on that row alone: it is the same, bit for bit, in any batch and with any number of threads.
  *
  * Letters: M rows, E hidden size, F mlp size, H query heads, G kv heads, D head dim, C context.
  */
@@ -29,7 +29,8 @@
 
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, AHEAD = 2048, MANY_ROWS = 6, QUERIES_AT_ONCE = 4 };
+enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, AHEAD = 2048 }; /* AHEAD: bytes that are fetched before they are read */
+enum { SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, MANY_ROWS = 6, QUERIES_AT_ONCE = 4 };
 enum { Q4 = 4, Q8 = 8, NF4 = 40 }; /* kinds of a matrix */
 #define NF4_UNIT 112.03f
 #define FINE 254.0f /* what is left of half a unit fits into 8 bits */
