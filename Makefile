@@ -25,7 +25,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python setup.cfg setup.py pyproject.toml constraints.txt \
-  service/models/step.c
+  $(wildcard service/models/*.[ch])
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	touch $@
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 ADVICE = "install a C compiler (gcc), then `pip install -e .` again: without it decoding takes twice as long"
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"}
 _NEEDS = {  # the best first
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma", "f16c"},
+    "amx": {*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
 }
 

@@ -124,8 +124,14 @@ class Decoder:
 
         Asks `should_abort` before each layer and raises `Aborted` when it says yes.
         """
-        if self._fused is not None and _are_few(start, len(ids)):
-            hidden = self._run_fused([slot] * len(ids), ids, range(start, start + len(ids)), should_abort)
+        if self._fused is not None and (self._fused.can_prefill or _are_few(start, len(ids))):
+            where = torch.arange(start, start + len(ids))
+            at, hidden = self._rotations[where], self._embedding(torch.tensor(ids))
+            scales = None if self._query_scales is None else self._query_scales[where]
+            if self._fused.can_prefill:
+                hidden = self._fused.prefill(slot, start, at, scales, hidden, should_abort)
+            else:
+                hidden = self._fused([slot] * len(ids), where.tolist(), at, scales, hidden, should_abort)
             return self._logits(hidden[-1:]) if wants_logits else None
         attention = PrefillAttention(self.kv, slot, start, len(ids))
         positions = torch.arange(start, start + len(ids), device=self.device)

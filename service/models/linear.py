@@ -91,7 +91,8 @@ class NativeLinear:
     @classmethod
     def of_nf4(cls, parts: Parts, functions: Library, *, keeps_dense: bool) -> NativeLinear:
         matrix = PackedMatrix(parts["blocks"], NF4, functions)
-        return cls(matrix, matrix.unpack(0, matrix.shape[0] // TILE).T if keeps_dense else None)
+        is_worth_it = keeps_dense and not matrix.has_many
+        return cls(matrix, matrix.unpack(0, matrix.shape[0] // TILE).T if is_worth_it else None)
 
     def parts(self) -> Parts:
         return {"blocks": self.matrix.blocks}
@@ -99,6 +100,8 @@ class NativeLinear:
     def __call__(self, x: Tensor, /) -> Tensor:
         if x.shape[0] <= MAX_NATIVE_ROWS:
             return self.matrix(x).to(x.dtype)
+        if self.matrix.has_many:
+            return self.matrix.multiply_many(x).to(x.dtype)
         if self._dense is not None:
             return F.linear(x, self._dense)
         return self._multiply_many(x) if self.matrix.kind == NF4 else self.matrix(x).to(x.dtype)
@@ -156,9 +159,9 @@ class LinearFormat:
         functions = library()
         if functions is None or self.dtype != torch.bfloat16:
             return Int4Linear(weight, self.dtype, keeps_dense=self.keeps_dense)
-        return NativeLinear(
-            PackedMatrix.pack(weight, functions), weight.dense().to(self.dtype) if self.keeps_dense else None
-        )
+        matrix = PackedMatrix.pack(weight, functions)
+        is_worth_it = self.keeps_dense and not matrix.has_many
+        return NativeLinear(matrix, weight.dense().to(self.dtype) if is_worth_it else None)
 
     def _wants_int4(self, weight: Weight) -> bool:
         if self.quantization == "int4":

@@ -1,4 +1,4 @@
-"""The compiled decode step (`step.c`): packs matrices for it, and calls it. Optional, CPU only.
+"""The compiled decode step (`step.c`) and prefill (`prefill.c`): packs matrices, and calls them. Optional, CPU only.
 
 The engine thread's. Knows no files and no models. Everything that C cannot check is checked here, so that no input
 makes it read or write where it may not. Calls release the GIL.
@@ -29,7 +29,8 @@ _HUGE_PAGE = 2**21
 _CHUNK = 2**26
 Q4, Q8, NF4 = 4, 8, 40  # kinds of a matrix
 GROUP_BYTES = {Q4: 320, Q8: 544, NF4: 272}  # of a tile, for one group of columns
-_MAX_HEAD_DIM, _MAX_SHARED = 256, 32  # of step.c
+_MAX_HEAD_DIM, _MAX_SHARED = 256, 32  # of step.h
+_MIN_PREFILL_CONTEXT = 32  # of prefill.c
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,10 @@ _SHOULD_ABORT = ctypes.CFUNCTYPE(ctypes.c_int32)
 
 
 class Library:
-    """The functions of one compiled `step.c`. Raises `OSError` when the file cannot be loaded."""
+    """The functions of one compiled variant. Raises `OSError` when the file cannot be loaded.
+
+    `has_prefill`: those for many rows are there, and the kernel lets this process use AMX.
+    """
 
     def __init__(self, path: Path) -> None:
         functions = ctypes.CDLL(str(path))  # NOTE: after torch, whose libgomp it uses
@@ -71,6 +75,12 @@ class Library:
         self.unpack_nf4.restype = None
         self.step = functions.chatglm_step
         self.step.argtypes = [pointer, number, pointer, pointer, pointer, pointer, pointer, pointer]
+        self.has_prefill = hasattr(functions, "chatglm_prefill") and bool(functions.chatglm_can_prefill())
+        if self.has_prefill:
+            self.multiply_many = functions.chatglm_multiply_many
+            self.multiply_many.argtypes = self.multiply.argtypes
+            self.prefill = functions.chatglm_prefill
+            self.prefill.argtypes = [pointer, number, number, number, pointer, pointer, pointer, pointer]
 
 
 @cache
@@ -131,6 +141,11 @@ class PackedMatrix:
         self.struct = _Matrix(*self.shape, kind, self.blocks.data_ptr())
         self._functions = functions
 
+    @property
+    def has_many(self) -> bool:
+        """Whether it can `multiply_many`."""
+        return self._functions.has_prefill
+
     @classmethod
     def pack(cls, weight: Grouped, functions: Library) -> PackedMatrix:
         """Lossless where scales are float16, as GGUF's are. Raises `ValueError` when it cannot be packed."""
@@ -146,13 +161,19 @@ class PackedMatrix:
         return rows % TILE == 0 and columns % GROUP == 0 and has_form
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [M, K] of any float type -> [M, N] float32. Raises `MemoryError`."""
+        """x [M, K] of any float type -> [M, N] float32, activations rounded to 15 bits. Raises `MemoryError`."""
+        return self._run(self._functions.multiply, x)
+
+    def multiply_many(self, x: Tensor) -> Tensor:
+        """The same for many rows, rounded to bfloat16 as the weights are. Where it `has_many`."""
+        return self._run(self._functions.multiply_many, x)
+
+    def _run(self, function: Callable[..., int], x: Tensor) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(f"activations {list(x.shape)} for a matrix {list(self.shape)}")
         x = x.float().contiguous()
         out = torch.empty(x.shape[0], self.shape[0], dtype=torch.float32)
-        failed = self._functions.multiply(ctypes.addressof(self.struct), x.shape[0], x.data_ptr(), out.data_ptr())
-        if failed:
+        if function(ctypes.addressof(self.struct), x.shape[0], x.data_ptr(), out.data_ptr()):
             raise MemoryError("can't allocate memory for rounded activations")
         return out
 
@@ -219,7 +240,11 @@ class FusedStep:
             self._hidden_size, first.down.shape[1], num_heads, num_kv_heads, head_dim, self._context, len(layers), eps,
             self._layers,
         )  # fmt: skip
-        self._step = functions.step
+        self._functions = functions
+
+    @property
+    def can_prefill(self) -> bool:
+        return self._functions.has_prefill and self._context >= _MIN_PREFILL_CONTEXT
 
     @staticmethod
     def can_run(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
@@ -241,13 +266,34 @@ class FusedStep:
             raise ValueError(f"slots {list(slots)} at {list(positions)}: outside the KV")
         if len(set(zip(slots, positions, strict=True))) < num_rows:
             raise ValueError(f"slots {list(slots)} at {list(positions)}: two rows in one place")
+        where = torch.tensor([slots, positions], dtype=torch.int64)
+        return self._run(
+            self._functions.step, num_rows, (where[0].data_ptr(), where[1].data_ptr()), rotations, query_scales, hidden,
+            should_abort,
+        )  # fmt: skip
+
+    def prefill(
+        self, slot: int, start: int, rotations: Tensor, query_scales: Tensor | None, hidden: Tensor,
+        should_abort: Callable[[], bool] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """M tokens of one slot at [start, start + M), where it `can_prefill`: for the rest, and what it raises, see
+        `__call__`. Only the last row of the result is its hidden state after the last layer."""
+        num_rows = len(hidden)
+        if not 0 <= slot < self._num_slots or not 0 <= start < start + num_rows <= self._context:
+            raise ValueError(f"slot {slot} at {start} to {start + num_rows}: outside the KV")
+        function = self._functions.prefill
+        return self._run(function, num_rows, (slot, start), rotations, query_scales, hidden, should_abort)
+
+    def _run(
+        self, function: Callable[..., int], num_rows: int, where: tuple[int, int], rotations: Tensor,
+        query_scales: Tensor | None, hidden: Tensor, should_abort: Callable[[], bool] | None,
+    ) -> Tensor:  # fmt: skip
         hidden = _floats(hidden, num_rows, self._hidden_size).clone()
         turns = _floats(torch.view_as_real(rotations).flatten(1), num_rows, self._head_dim)
         scales = None if query_scales is None else _floats(query_scales[:, None], num_rows, 1)
-        where = torch.tensor([slots, positions], dtype=torch.int64)
         asks = None if should_abort is None else _SHOULD_ABORT(should_abort)
-        outcome = self._step(
-            ctypes.addressof(self._model), num_rows, where[0].data_ptr(), where[1].data_ptr(), turns.data_ptr(),
+        outcome = function(
+            ctypes.addressof(self._model), num_rows, *where, turns.data_ptr(),
             None if scales is None else scales.data_ptr(), hidden.data_ptr(),
             None if asks is None else ctypes.cast(asks, ctypes.c_void_p),
         )  # fmt: skip

@@ -6,12 +6,6 @@
  * for OpenMP but not linked with it: the symbols are those of the libgomp that torch has loaded, hence one set of
  * threads, and torch.set_num_threads counts here too.
  *
- * A matrix [N, K] is kept in tiles of 16 rows; a tile holds, for each group of 32 columns, one block:
- *   Q4:  256 bytes of values, 16 scales, 16 minimums, both float16:  w = q * scale + minimum, q in 0..15
- *   Q8:  512 bytes of values, 16 scales:                             w = (q - 128) * scale
- *   NF4: two groups share a block: twice 256 bytes of values, 16 scales: w = NF4[q] * scale
- * Values are ordered for instructions that multiply 4 neighbouring bytes at once: byte 4r + c of the j-th 64 bytes is
- * row r, column 4j + c; with 4 bits, columns 8j + c are the lower half and 8j + 4 + c the upper half.
  * A product takes the 16 values of NF4 as multiples of 1 / 112.03, the unit between 60 and 127 with the least error:
  * 0.0017, where the weights of a block are around 0.4. `chatglm_unpack_nf4` gives them exactly.
  *
@@ -21,41 +15,10 @@
  *
  * Letters: M rows, E hidden size, F mlp size, H query heads, G kv heads, D head dim, C context.
  */
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "lanes.h"
 
-#define API __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
-enum { GROUP = 32, TILE = 16, ROWS_AT_ONCE = 6, AHEAD = 2048 }; /* AHEAD: bytes that are fetched before they are read */
-enum { SPAN = 256, MAX_HEAD_DIM = 256, MAX_SHARED = 32, MANY_ROWS = 6, QUERIES_AT_ONCE = 4 };
-enum { Q4 = 4, Q8 = 8, NF4 = 40 }; /* kinds of a matrix */
-#define NF4_UNIT 112.03f
+enum { ROWS_AT_ONCE = 6, SPAN = 256, MANY_ROWS = 6, QUERIES_AT_ONCE = 4 };
 #define FINE 254.0f /* what is left of half a unit fits into 8 bits */
-
-typedef struct {
-    int64_t rows, columns; /* multiples of 16 and 32 */
-    int64_t kind;
-    const uint8_t *data;
-} Matrix;
-
-typedef struct {
-    const float *input_norm; /* [E] */
-    Matrix qkv;
-    const float *qkv_bias; /* [(H + 2G) * D] or NULL */
-    Matrix out;
-    const float *mlp_norm; /* [E] */
-    Matrix gate_up, down;
-    uint16_t *kv; /* [slots, 2, G, C, D] bfloat16 */
-} Layer;
-
-typedef struct {
-    int64_t hidden, mlp, heads, kv_heads, head_dim, context, num_layers;
-    float eps;
-    const Layer *layers;
-} Model;
 
 /* Rounded activations of M rows, x = (q + fine / FINE) * scale: q and fine [M, K], and for each group its scale, the sums
  * of q and of fine, and the sum of x. */
@@ -64,48 +27,6 @@ typedef struct {
     float *scale, *sum;
     int32_t *count, *fine_count;
 } Rounded;
-
-/* --- threads: libgomp's own, declared here because its header may be missing ------------------------------------- */
-
-extern int omp_get_max_threads(void);
-extern int omp_get_num_threads(void);
-extern int omp_get_thread_num(void);
-
-INLINE int64_t share(int64_t items, int64_t thread, int64_t threads) { return items * thread / threads; }
-
-/* --- small arithmetic, written so that the compiler makes vectors of it ------------------------------------------- */
-
-/* e^x to 2e-7 of its value: 2^n from the exponent bits, the rest from a polynomial (Cephes' expf). NaN counts as -87. */
-INLINE float fast_exp(float x) {
-    x = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f;
-    float n = nearbyintf(x * 1.44269504f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
-    return p * power.f;
-}
-
-INLINE float from_bf16(uint16_t bits) {
-    union { uint32_t i; float f; } word = {(uint32_t)bits << 16};
-    return word.f;
-}
-
-INLINE uint16_t to_bf16(float value) { /* to the nearest, ties to even; NaN stays NaN */
-    union { float f; uint32_t i; } word = {value};
-    if (value != value) return 0x7fc0;
-    return (uint16_t)((word.i + 0x7fff + ((word.i >> 16) & 1)) >> 16);
-}
-
-INLINE int32_t is_not_finite(float value) { /* by its bits: no optimisation of sums may lose it */
-    union { float f; int32_t i; } word = {value};
-    return (word.i & 0x7f800000) == 0x7f800000;
-}
 
 static void round_row(const float *x, int64_t groups, int64_t at, Rounded *out) {
     int8_t *q = out->q + at * GROUP, *fine = out->fine + at * GROUP;
@@ -132,143 +53,7 @@ static void round_row(const float *x, int64_t groups, int64_t at, Rounded *out) 
     }
 }
 
-/* [M, K] -> scaled to a root mean square of 1, times `weight`, into `out`. */
-static void norm_row(const float *x, const float *weight, int64_t size, float eps, float *out) {
-    float sum = 0;
-    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
-    float factor = 1 / sqrtf(sum / (float)size + eps);
-    for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
-}
-
-/* The values of NF4 (bitsandbytes, create_normal_map), and what a product takes for them: in units, plus 128. */
-static const float nf4_values[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
-    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
-static const uint8_t nf4_bytes[16] = {16, 50, 69, 84, 96, 107, 118, 128, 137, 146, 156, 166, 177, 191, 209, 240};
-
 /* --- matrix times rows ---------------------------------------------------------------------------------------------- */
-
-#if defined(__AVX512VNNI__)
-
-typedef __m512 Lanes; /* one value for each row of a tile */
-INLINE Lanes lanes_zero(void) { return _mm512_setzero_ps(); }
-INLINE Lanes lanes_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE Lanes lanes_fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE Lanes lanes_scaled(Lanes a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
-INLINE Lanes lanes_fma1(Lanes a, float b, Lanes c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
-INLINE Lanes lanes_load(const float *p) { return _mm512_loadu_ps(p); }
-INLINE Lanes lanes_add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
-INLINE void lanes_store(float *p, Lanes a) { _mm512_storeu_ps(p, a); }
-
-typedef struct { __m512i part[8]; } Bytes; /* a block's values: part j holds columns 4j..4j+3 of 16 rows */
-INLINE Bytes unpack4(const uint8_t *block) {
-    Bytes bytes;
-    const __m512i low = _mm512_set1_epi8(15);
-    for (int j = 0; j < 4; j++) {
-        __m512i both = _mm512_loadu_si512(block + 64 * j);
-        bytes.part[2 * j] = _mm512_and_si512(both, low);
-        bytes.part[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-    }
-    return bytes;
-}
-INLINE Bytes unpack8(const uint8_t *block) {
-    Bytes bytes;
-    for (int j = 0; j < 8; j++) bytes.part[j] = _mm512_loadu_si512(block + 64 * j);
-    return bytes;
-}
-INLINE Bytes look_up(Bytes bytes) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)nf4_bytes));
-    for (int j = 0; j < 8; j++) bytes.part[j] = _mm512_shuffle_epi8(table, bytes.part[j]);
-    return bytes;
-}
-INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int kind) {
-    (void)kind;
-    __m512i total = _mm512_set1_epi32(start);
-    for (int j = 0; j < 8; j++) {
-        int32_t four;
-        memcpy(&four, x + 4 * j, 4);
-        total = _mm512_dpbusd_epi32(total, bytes->part[j], _mm512_set1_epi32(four));
-    }
-    return _mm512_cvtepi32_ps(total);
-}
-
-#else /* AVX2: the same in two halves of 8 rows */
-
-typedef struct { __m256 a, b; } Lanes;
-INLINE Lanes lanes_zero(void) { return (Lanes){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-INLINE Lanes lanes_half(const uint8_t *p) {
-    return (Lanes){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
-                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
-}
-INLINE Lanes lanes_fma(Lanes a, Lanes b, Lanes c) {
-    return (Lanes){_mm256_fmadd_ps(a.a, b.a, c.a), _mm256_fmadd_ps(a.b, b.b, c.b)};
-}
-INLINE Lanes lanes_scaled(Lanes a, float b) {
-    return (Lanes){_mm256_mul_ps(a.a, _mm256_set1_ps(b)), _mm256_mul_ps(a.b, _mm256_set1_ps(b))};
-}
-INLINE Lanes lanes_fma1(Lanes a, float b, Lanes c) {
-    return lanes_fma(a, (Lanes){_mm256_set1_ps(b), _mm256_set1_ps(b)}, c);
-}
-INLINE Lanes lanes_load(const float *p) { return (Lanes){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-INLINE Lanes lanes_add(Lanes a, Lanes b) { return (Lanes){_mm256_add_ps(a.a, b.a), _mm256_add_ps(a.b, b.b)}; }
-INLINE void lanes_store(float *p, Lanes a) {
-    _mm256_storeu_ps(p, a.a);
-    _mm256_storeu_ps(p + 8, a.b);
-}
-
-typedef struct { __m256i part[16]; } Bytes; /* part 2j: rows 0-7, part 2j + 1: rows 8-15 */
-INLINE Bytes unpack4(const uint8_t *block) {
-    Bytes bytes;
-    const __m256i low = _mm256_set1_epi8(15);
-    for (int j = 0; j < 8; j++) {
-        __m256i both = _mm256_loadu_si256((const __m256i *)(block + 32 * j));
-        int first = 4 * (j / 2) + j % 2;
-        bytes.part[first] = _mm256_and_si256(both, low);
-        bytes.part[first + 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-    }
-    return bytes;
-}
-INLINE Bytes unpack8(const uint8_t *block) {
-    Bytes bytes;
-    for (int j = 0; j < 16; j++) bytes.part[j] = _mm256_loadu_si256((const __m256i *)(block + 32 * j));
-    return bytes;
-}
-INLINE Bytes look_up(Bytes bytes) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)nf4_bytes));
-    for (int j = 0; j < 16; j++) bytes.part[j] = _mm256_shuffle_epi8(table, bytes.part[j]);
-    return bytes;
-}
-INLINE __m256i dot_four(__m256i w, __m256i x, int kind) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    if (kind == Q4) return _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones); /* 2 * 15 * 127 fits 16 bits */
-    /* 8 bits would not fit: the even and the odd columns apart */
-    __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(255)), w_odd = _mm256_srli_epi16(w, 8);
-    __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
-    return _mm256_add_epi32(_mm256_madd_epi16(w_even, x_even), _mm256_madd_epi16(w_odd, x_odd));
-}
-INLINE Lanes dot(const Bytes *bytes, const int8_t *x, int32_t start, int kind) {
-    __m256i a = _mm256_set1_epi32(start), b = a;
-    for (int j = 0; j < 8; j++) {
-        int32_t four;
-        memcpy(&four, x + 4 * j, 4);
-        __m256i columns = _mm256_set1_epi32(four);
-        a = _mm256_add_epi32(a, dot_four(bytes->part[2 * j], columns, kind));
-        b = _mm256_add_epi32(b, dot_four(bytes->part[2 * j + 1], columns, kind));
-    }
-    return (Lanes){_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
-}
-
-#endif
-
-/* Bytes of a tile for one group of columns, and where in it a group's values and scales are. */
-INLINE int64_t group_size(int kind) { return kind == Q4 ? 320 : kind == Q8 ? 544 : 272; }
-INLINE const uint8_t *values_at(const uint8_t *tile, int64_t group, int kind) {
-    return kind == NF4 ? tile + (group / 2) * 544 + (group % 2) * 256 : tile + group * group_size(kind);
-}
-INLINE const uint8_t *scales_at(const uint8_t *tile, int64_t group, int kind) {
-    return kind == NF4 ? tile + (group / 2) * 544 + 512 : tile + group * group_size(kind) + (kind == Q4 ? 256 : 512);
-}
 
 /* One tile times `num` rows (a constant where this is inlined) of x, from row `first` on. */
 INLINE void tile_rows(const Matrix *matrix, int64_t tile, const Rounded *x, int64_t first, int num, int kind,
@@ -393,13 +178,6 @@ API void chatglm_unpack_nf4(const Matrix *matrix, int64_t first, int64_t num, ui
 
 /* --- attention ------------------------------------------------------------------------------------------------------- */
 
-INLINE void rotate(const float *x, const float *rotation, int64_t head_dim, float *out) {
-    for (int64_t i = 0; i < head_dim; i += 2) {
-        out[i] = x[i] * rotation[i] - x[i + 1] * rotation[i + 1];
-        out[i + 1] = x[i] * rotation[i + 1] + x[i + 1] * rotation[i];
-    }
-}
-
 /* What a span of positions gives a query, in floats: the largest score, the sum of weights relative to it, and D weighted
  * values. */
 enum { LARGEST, SUM, VALUES };
@@ -499,7 +277,6 @@ typedef struct {
     const float *rotations, *query_scales;
     float *hidden, *qkv, *gate_up;
     float *partials; /* [M, spans, H, D + 2] */
-    int32_t (*should_abort)(void);
     int32_t is_aborted;
 } Step;
 
@@ -631,17 +408,6 @@ static void run_layer(const Step *step, const Layer *layer, Before *before) {
 #pragma omp barrier
 }
 
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* Whether to go on, asked by one thread for all. */
-static int32_t is_over(Step *step) {
-    if (step->should_abort == NULL) return 0;
-#pragma omp barrier
-    if (omp_get_thread_num() == 0) step->is_aborted = step->should_abort();
-#pragma omp barrier
-    return step->is_aborted;
-}
-
 /* One token for each of M rows: hidden [M, E] goes in as embeddings and comes out after the last layer. Row m is in slot
  * slots[m] at positions[m], and sees all positions of its slot up to its own, also those that this step writes: several
  * tokens of one prompt may be in it. rotations [M, D] are (cos, sin) of its pairs; query_scales [M] or NULL.
@@ -651,8 +417,7 @@ API int chatglm_step(const Model *model, int64_t rows, const int64_t *slots, con
                      const float *rotations, const float *query_scales, float *hidden, int32_t (*should_abort)(void)) {
     int64_t last = 0;
     for (int64_t row = 0; row < rows; row++) last = larger(last, positions[row]);
-    Step step = {model, rows, num_spans(last), slots, positions, rotations, query_scales, hidden, NULL, NULL, NULL,
-                 should_abort, 0};
+    Step step = {model, rows, num_spans(last), slots, positions, rotations, query_scales, hidden, NULL, NULL, NULL, 0};
     const int64_t qkv = rows * (model->heads + 2 * model->kv_heads) * model->head_dim;
     const int64_t partials = rows * step.max_spans * model->heads * partial_size(model);
     const int64_t widest = larger(larger(model->hidden, model->mlp), model->heads * model->head_dim);
@@ -671,7 +436,7 @@ API int chatglm_step(const Model *model, int64_t rows, const int64_t *slots, con
         before.rounded = place_rounded((char *)(before.wide + rows * widest), rows, widest);
         before.from = is_shared ? share(rows, thread, threads) : 0;
         before.to = is_shared ? share(rows, thread + 1, threads) : rows;
-        for (int64_t i = 0; i < model->num_layers && !is_over(&step); i++) run_layer(&step, model->layers + i, &before);
+        for (int64_t i = 0; i < model->num_layers && !is_over(should_abort, &step.is_aborted); i++) run_layer(&step, model->layers + i, &before);
     }
     free(memory);
     return step.is_aborted;

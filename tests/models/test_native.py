@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,53 +13,24 @@ from service.engine.base import Aborted
 from service.models import decoder as decoder_module
 from service.models.attention import KvSlots
 from service.models.compiled import find_libraries
-from service.models.decoder import MAX_FUSED_TOKENS, Decoder, DecoderConfig, DecoderWeights, Layer
-from service.models.head import DenseEmbedding, LinearHead
-from service.models.linear import DenseLinear, Linear, LinearFormat, NativeLinear
+from service.models.decoder import MAX_FUSED_TOKENS, Decoder
+from service.models.linear import DenseLinear, LinearFormat
 from service.models.native import FusedStep, Library, PackedLayer, PackedMatrix
-from service.models.weights import GROUP, Grouped, quantize_4bit
-
-Wrap = Callable[[Grouped], Linear]  # puts a 4-bit matrix into a form
-CPU = torch.device("cpu")
-CONFIG = DecoderConfig(
-    vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=32,
-    rms_norm_eps=1e-5, rope_theta=500.0, rotary_dim=32, context_limit=600,
-)  # fmt: skip
-CONFIGS = {
-    "grouped heads": CONFIG,
-    "a kv head for each": replace(CONFIG, num_kv_heads=6),
-    "half of it rotates": replace(CONFIG, rotary_dim=16),
-    "queries grow": replace(CONFIG, log_scale_from=8, log_scale_offset=1),
-    "wide heads": replace(CONFIG, num_heads=2, num_kv_heads=1, head_dim=128, rotary_dim=64),
-}
+from service.models.weights import GROUP, Grouped
+from tests.models.packed import CONFIGS, CPU, fill, grouped_4bit, grouped_8bit, load, make_decoder, make_native
 
 
-@pytest.fixture(scope="module", params=["avx512", "avx2"])
+@pytest.fixture(scope="module", params=["amx", "avx512", "avx2"])
 def functions(request: pytest.FixtureRequest) -> Library:
-    found = find_libraries()
-    if request.param not in found:
-        message = f"service/models/step.c was not compiled for {request.param}, or this processor lacks it"
-        is_needed = os.environ.get("CI") == "true" and not found
-        pytest.fail(message) if is_needed else pytest.skip(message)
-    return Library(found[request.param])
+    functions = load(request.param)
+    functions.has_prefill = False  # that is test_prefill's
+    return functions
 
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-def grouped_8bit(rows: int, columns: int) -> Grouped:
-    scale = torch.rand(rows, columns // GROUP).half().float() + 0.01
-    return Grouped(
-        torch.randint(-128, 128, (rows, columns)).to(torch.int8), scale.half().float(), torch.zeros_like(scale)
-    )
-
-
-def grouped_4bit(rows: int, columns: int) -> Grouped:
-    weight = quantize_4bit(torch.randn(rows, columns) / columns**0.5)
-    return Grouped(weight.values, weight.scale.half().float(), weight.minimum.half().float())
 
 
 @pytest.mark.parametrize("make", [grouped_4bit, grouped_8bit])
@@ -110,53 +80,10 @@ def test_what_is_not_in_whole_tiles_is_not_packed(functions: Library) -> None:
 # --- the step ------------------------------------------------------------------------------------------------------
 
 
-def make_layers(config: DecoderConfig, wrap: Wrap) -> list[Layer]:
-    """Random layers; `wrap` makes a `Linear` of a 4-bit matrix."""
-    torch.manual_seed(3)
-    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    hidden, mlp = config.hidden_size, config.intermediate_size
-
-    def linear(rows: int, columns: int) -> Linear:
-        return wrap(grouped_4bit(rows, columns))
-
-    return [
-        Layer(
-            torch.rand(hidden) + 0.5, linear(width, hidden), torch.randn(width) * 0.3,
-            linear(hidden, config.num_heads * config.head_dim), torch.rand(hidden) + 0.5, linear(2 * mlp, hidden),
-            linear(hidden, mlp),
-        )
-        for _ in range(config.num_layers)
-    ]  # fmt: skip
-
-
-def make_decoder(config: DecoderConfig, wrap: Wrap, dtype: torch.dtype) -> Decoder:
-    layers = make_layers(config, wrap)
-    torch.manual_seed(4)
-    table = torch.randn(config.vocab_size, config.hidden_size)
-    head = LinearHead(DenseLinear(table), torch.float32)
-    weights = DecoderWeights(DenseEmbedding(table), tuple(layers), torch.ones(config.hidden_size), head)
-    return Decoder(config, weights, num_slots=4, context=config.context_limit, dtype=dtype, device=CPU)
-
-
 @pytest.fixture
 def native(functions: Library, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Decoder:
     monkeypatch.setattr(decoder_module, "library", lambda: functions)
-    config = CONFIGS[getattr(request, "param", "grouped heads")]
-    decoder = make_decoder(
-        config, lambda weight: NativeLinear(PackedMatrix.pack(weight, functions), None), torch.bfloat16
-    )
-    assert decoder._fused is not None
-    return decoder
-
-
-def fill(decoder: Decoder, lengths: dict[int, int]) -> None:
-    """Equal keys and values in equal slots of any decoder, and NaN behind them."""
-    generator = torch.Generator().manual_seed(5)
-    for layer in decoder.kv.layers:
-        layer.fill_(float("nan"))
-        for slot in range(4):
-            values = torch.randn(layer[slot].shape, generator=generator).bfloat16()
-            layer[slot, :, :, : lengths.get(slot, 0)] = values[:, :, : lengths.get(slot, 0)].to(layer.dtype)
+    return make_native(CONFIGS[getattr(request, "param", "grouped heads")], functions)
 
 
 LENGTHS = {2: 0, 0: 255, 3: 256, 1: 599}  # around the ends of a span of 256 positions, and the last of the context
