@@ -17,14 +17,18 @@ from dataclasses import dataclass
 # While others read, a prompt should take at most 2.5 times what it takes alone (DESIGN.md); 2.2 leaves room for noise.
 MAX_SLOWDOWN = 2.2
 # Shares of its budget that a step may be planned for, the next one where a prompt would take longer. One step in twenty
-# takes 1.35 times what it was planned for (measured: other programs, and longer attention late in a prompt), so the
-# first share keeps the p95 of the gaps at the budget. The last one is for torch's kernels alone: there a chunk costs 50
-# ms before its first token, so that the last 15 ms carry a third of its tokens.
+# takes 1.35 times what it was planned for (measured: other programs), so the first share keeps the p95 of the gaps at
+# the budget. The last one is for torch's kernels alone: there a chunk costs 50 ms before its first token, so that the
+# last 15 ms carry a third of its tokens.
 SHARES = (0.7, 0.8, 0.9, 1.0, 1.15)
 # Weight of a new measurement.
 _ALPHA = 0.3
 # One measurement may change an estimate by at most this factor, so that one hiccup does not starve prefill.
 _MAX_JUMP = 2.0
+# What a measurement of attention's cost still counts for when the next one comes: some fifty of them count.
+_FADING = 0.98
+# How far tokens and pairs must vary apart (1 - their squared correlation) to tell what each costs.
+_LEAST_APART = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -111,49 +115,67 @@ class Scheduler:
         if step.decode:
             self._decode_s = _learn(self._decode_s, decode_s) if self._decode_s else decode_s
         if step.prefill is not None:
-            self._chunk_cost.learn(step.prefill.end - step.prefill.start, prefill_s)
+            self._chunk_cost.learn(step.prefill.start, step.prefill.end - step.prefill.start, prefill_s)
 
     def _plan_chunk(self, waiting: list[Sequence], *, has_readers: bool) -> Chunk:
         oldest = waiting[0]
         if not self._causal_prompt:
             return Chunk(oldest, oldest.computed, oldest.num_prompt)
-        size = self._fitting_size() if has_readers else self._max_chunk
+        sizes = {seq.key: self._fitting_size(seq.computed) if has_readers else self._max_chunk for seq in waiting}
         chosen = oldest
         if not self._has_overtaken:
             # A short prompt that one chunk finishes may go first, but not twice in a row.
-            chosen = next((seq for seq in waiting if seq.num_left <= size), oldest)
+            chosen = next((seq for seq in waiting if seq.num_left <= sizes[seq.key]), oldest)
         self._has_overtaken = chosen is not oldest
-        return Chunk(chosen, chosen.computed, min(chosen.num_prompt, chosen.computed + size))
+        return Chunk(chosen, chosen.computed, min(chosen.num_prompt, chosen.computed + sizes[chosen.key]))
 
-    def _fitting_size(self) -> int:
-        """The chunk that fits beside a decode; the smallest one before any was measured."""
-        if not self._chunk_cost.is_known:
+    def _fitting_size(self, start: int) -> int:
+        """The chunk from position `start` on that fits beside a decode; the smallest one before any was measured."""
+        cost = self._chunk_cost
+        if not cost.is_known:
             return self._min_chunk
-        alone_s = self._chunk_cost.expect(self._max_chunk) / self._max_chunk
+        alone_s = cost.expect(start, self._max_chunk) / self._max_chunk
         size = self._min_chunk
-        for share in SHARES[0 if self._chunk_cost.is_confirmed else -2 :]:
-            size = self._largest_within(share * self._step_budget_s - self._decode_s)
-            if (self._decode_s + self._chunk_cost.expect(size)) / size <= MAX_SLOWDOWN * alone_s:
+        for share in SHARES[0 if cost.is_confirmed else -2 :]:
+            size = self._largest_within(share * self._step_budget_s - self._decode_s, start)
+            if (self._decode_s + cost.expect(start, size)) / size <= MAX_SLOWDOWN * alone_s:
                 break
         return size
 
-    def _largest_within(self, seconds: float) -> int:
+    def _largest_within(self, seconds: float, start: int) -> int:
         sizes = range(self._min_chunk, self._max_chunk + 1)
-        return sizes[max(0, bisect_right(sizes, seconds, key=self._chunk_cost.expect) - 1)]
+        fitting = bisect_right(sizes, seconds, key=lambda size: self._chunk_cost.expect(start, size))
+        return sizes[max(0, fitting - 1)]
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Of the chunks whose tokens are in one power of two."""
+
+    tokens: float
+    pairs: float
+    seconds: float
 
 
 class ChunkCost:
-    """Seconds a chunk takes, by its tokens: a mean for each power of two, as small chunks pay the same overhead.
+    """Seconds a chunk takes: a part by its tokens, and attention's by its pairs of a token and a position it sees.
 
-    Between the means by straight lines; below the smallest its seconds (how much of them is overhead is unknown);
-    above the largest its rate. A larger chunk counts as taking no less than a smaller one, and no more per token, so
-    that one bad measurement cannot keep its size from being tried, and measured, again.
+    The first is known for each power of two, as small chunks pay the same overhead, and drawn through these by straight
+    lines; below the smallest its seconds (how much of them is overhead is unknown), above the largest its rate. There a
+    larger chunk counts as taking no less than a smaller one, and no more per token, so that one bad measurement cannot
+    keep its size from being tried, and measured, again.
+
+    The second is one factor: of a regression of seconds on tokens and pairs, each as the difference from the mean of its
+    power of two. While chunks differ in one way only (longer ones that begin at the same place) it stays as it is.
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float]] = {}  # power of two -> (tokens, seconds)
-        self._line: list[tuple[float, float]] = []  # the same, in order and straightened
+        self.pair_s = 0.0
+        self._means: dict[int, _Mean] = {}  # by power of two
+        self._line: list[tuple[float, float]] = []  # (tokens, seconds without attention), in order and straightened
         self._num_largest = 0  # measurements of the largest power of two
+        # Fading sums of products of these differences: tokens and pairs with themselves, each other, and the seconds.
+        self._tt = self._tp = self._pp = self._ts = self._ps = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -164,25 +186,55 @@ class ChunkCost:
         """What a large chunk costs was measured more than once: the first one may have been a cold start."""
         return self._num_largest > 1
 
-    def learn(self, size: int, seconds: float) -> None:
+    def learn(self, start: int, size: int, seconds: float) -> None:
         # NOTE: tokens are averaged too. Crediting a chunk's share to a fixed size would forget the overhead, and
         # each step would then take up to 30 % more than planned.
-        bucket = (size - 1).bit_length()
+        bucket, pairs = (size - 1).bit_length(), _num_pairs(start, size)
         largest = max(self._means, default=0)
         if bucket >= largest:
             self._num_largest = 1 + self._num_largest * (bucket == largest)
-        old_size, old_s = self._means.get(bucket, (float(size), seconds))
-        self._means[bucket] = old_size + _ALPHA * (size - old_size), _learn(old_s, seconds)
+        mean = self._means.get(bucket)
+        if mean is None:
+            self._means[bucket] = _Mean(size, pairs, seconds)
+        else:
+            seconds = _bounded(seconds, self.expect(start, size))
+            further = size - mean.tokens, pairs - mean.pairs, seconds - mean.seconds
+            self._regress(*further)
+            mean.tokens += _ALPHA * further[0]
+            mean.pairs += _ALPHA * further[1]
+            mean.seconds += _ALPHA * further[2]
+        self._draw()
+
+    def _regress(self, tokens: float, pairs: float, seconds: float) -> None:
+        self._tt = _FADING * self._tt + tokens * tokens
+        self._tp = _FADING * self._tp + tokens * pairs
+        self._pp = _FADING * self._pp + pairs * pairs
+        self._ts = _FADING * self._ts + tokens * seconds
+        self._ps = _FADING * self._ps + pairs * seconds
+        apart = self._tt * self._pp - self._tp * self._tp  # 0 where one follows from the other
+        if not self._tt and self._pp:
+            self.pair_s = self._ps / self._pp
+        elif apart > _LEAST_APART * self._tt * self._pp:
+            self.pair_s = (self._ps * self._tt - self._ts * self._tp) / apart
+
+    def _draw(self) -> None:
+        most = min(mean.seconds / mean.pairs for mean in self._means.values())
+        self.pair_s = min(max(0.0, self.pair_s), most)
         self._line = []
-        for _, (tokens, mean_s) in sorted(self._means.items()):
+        for _, mean in sorted(self._means.items()):
+            tokens, seconds = mean.tokens, mean.seconds - self.pair_s * mean.pairs
             if self._line:
                 last_tokens, last_s = self._line[-1]
-                mean_s = min(max(mean_s, last_s), last_s * tokens / last_tokens)
-            self._line.append((tokens, mean_s))
+                seconds = min(max(seconds, last_s), last_s * tokens / last_tokens)
+            self._line.append((tokens, seconds))
 
-    def expect(self, size: int) -> float:
-        """Never less for a larger `size`; 0 before anything was measured."""
-        above = bisect_right(self._line, float(size), key=lambda point: point[0])
+    def expect(self, start: int, size: int) -> float:
+        """Seconds of a chunk of `size` tokens from position `start` on; 0 before anything was measured."""
+        return self.without_attention(size) + self.pair_s * _num_pairs(start, size)
+
+    def without_attention(self, size: float) -> float:
+        """The part of it that does not depend on the position. Never less for a larger `size`."""
+        above = bisect_right(self._line, size, key=lambda point: point[0])
         if above == 0:
             return self._line[0][1] if self._line else 0.0
         tokens, seconds = self._line[above - 1]
@@ -192,6 +244,15 @@ class ChunkCost:
         return seconds + (next_s - seconds) * (size - tokens) / (next_tokens - tokens)
 
 
+def _num_pairs(start: int, size: int) -> float:
+    return size * (start + size / 2)
+
+
+def _bounded(new: float, old: float) -> float:
+    """One outlier counts for little."""
+    return min(max(new, old / _MAX_JUMP), old * _MAX_JUMP)
+
+
 def _learn(old: float, new: float) -> float:
-    """A moving average in which one outlier counts for little."""
-    return old + _ALPHA * (min(max(new, old / _MAX_JUMP), old * _MAX_JUMP) - old)
+    """A moving average."""
+    return old + _ALPHA * (_bounded(new, old) - old)

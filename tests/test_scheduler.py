@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -48,7 +48,7 @@ class Simulation:
             seq.tokens.append(1)
         if step.prefill is not None:
             chunk = step.prefill
-            prefill_s = self.cost.prefill(chunk.end - chunk.start) * self.noise()
+            prefill_s = self.cost.prefill(chunk.end - chunk.start, chunk.start) * self.noise()
             chunk.seq.computed = chunk.end
             if chunk.is_last:
                 chunk.seq.tokens.append(1)
@@ -67,9 +67,13 @@ class Simulation:
         return self.now - started_at, self.seconds[first:]
 
 
-# Measured speeds: with torch's kernels, as a fit and by two chunks (64: 105 ms, 256: 250 ms); with the compiled step.
+# Measured speeds: with torch's kernels, as a fit and by two chunks (64: 105 ms, 256: 250 ms); with the compiled step;
+# with the compiled prefill too.
 COMPILED = ToyCost(decode_s=0.0065, decode_row_s=0.0015, prefill_s=0.033, prefill_token_s=0.00034)
-MODELS = {"fit": ToyCost(), "measured": ToyCost(prefill_s=0.0567, prefill_token_s=0.000755), "compiled": COMPILED}
+AMX = ToyCost(decode_s=0.0065, decode_row_s=0.0015, prefill_s=0.011, prefill_token_s=0.00019, prefill_pair_s=1.3e-7)
+MODELS = {
+    "fit": ToyCost(), "measured": ToyCost(prefill_s=0.0567, prefill_token_s=0.000755), "compiled": COMPILED, "amx": AMX
+}  # fmt: skip
 
 
 def arrival(cost: ToyCost, noise: Callable[[], float] = lambda: 1.0) -> tuple[float, float, list[float]]:
@@ -108,16 +112,42 @@ def test_the_rhythm_holds_with_noise(seed: int) -> None:
     assert p95(gaps) <= 0.120 and max(gaps) <= 0.250
 
 
+@pytest.mark.parametrize("cost", [COMPILED, AMX], ids=["compiled", "amx"])
 @pytest.mark.parametrize("seed", range(5))
-def test_with_time_to_spare_the_rhythm_holds_even_where_steps_often_take_a_quarter_longer(seed: int) -> None:
+def test_with_time_to_spare_the_rhythm_holds_even_where_steps_often_take_a_quarter_longer(
+    seed: int, cost: ToyCost
+) -> None:
     rng = random.Random(seed)
-    alone_s, ttft_s, gaps = arrival(COMPILED, lambda: rng.uniform(0.8, 1.25))
+    alone_s, ttft_s, gaps = arrival(cost, lambda: rng.uniform(0.8, 1.25))
     assert p95(gaps) <= 0.120 and ttft_s <= 2.5 * alone_s
 
 
 def test_on_a_fast_machine_a_prompt_arrives_in_large_chunks_within_the_budget() -> None:
     _, _, gaps = arrival(ToyCost(decode_s=0.008, decode_row_s=0, prefill_s=0.005, prefill_token_s=0.00002))
     assert len(gaps) <= 5 and max(gaps) <= BUDGET_S
+
+
+def test_late_in_a_long_prompt_a_step_takes_no_longer_than_early() -> None:
+    """Attention grows from nothing to three quarters of a chunk's time."""
+    simulation = Simulation(Scheduler(step_budget_s=BUDGET_S), AMX)
+    simulation.prefill(sequence(0, 4000))
+    simulation.prefill(sequence(1, 8000))
+    _, gaps = simulation.prefill(sequence(2, 8000))
+    first, last = gaps[: len(gaps) // 3], gaps[-len(gaps) // 3 : -1]
+    assert max(last) <= 1.05 * SHARES[0] * BUDGET_S and min(first) >= 0.95 * SHARES[0] * BUDGET_S
+
+
+@pytest.mark.parametrize("cost", [AMX, replace(AMX, prefill_pair_s=5e-7), COMPILED], ids=["amx", "slower", "none"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_attention_costs_is_learned_from_chunks_of_any_size_and_place(cost: ToyCost, seed: int) -> None:
+    rng = random.Random(seed)
+    learned = ChunkCost()
+    for _ in range(60):
+        start, size = rng.randrange(4000), rng.randrange(32, 512)
+        learned.learn(start, size, cost.prefill(size, start) * rng.uniform(0.9, 1.1))
+    assert learned.pair_s == pytest.approx(cost.prefill_pair_s, rel=0.35, abs=4e-8)
+    for start, size in ((0, 64), (100, 400), (2000, 64), (3900, 500)):
+        assert learned.expect(start, size) == pytest.approx(cost.prefill(size, start), rel=0.3)
 
 
 def test_one_hiccup_does_not_hold_back_later_prompts() -> None:
@@ -178,7 +208,7 @@ def test_nothing_to_run_is_no_step() -> None:
 
 COSTS = st.builds(
     ToyCost, decode_s=st.floats(0.001, 0.3), decode_row_s=st.floats(0, 0.01),
-    prefill_s=st.floats(0, 0.2), prefill_token_s=st.floats(0.00001, 0.01),
+    prefill_s=st.floats(0, 0.2), prefill_token_s=st.floats(0.00001, 0.01), prefill_pair_s=st.floats(0, 1e-6),
 )  # fmt: skip
 
 
@@ -229,15 +259,21 @@ def test_once_the_speed_is_known_a_step_keeps_its_budget_or_has_the_smallest_chu
     assert not over
 
 
-@given(st.lists(st.tuples(st.integers(1, 600), st.floats(0.001, 5)), min_size=1, max_size=30))
-def test_a_larger_chunk_never_seems_cheaper_nor_dearer_per_token(measured: list[tuple[int, float]]) -> None:
+CHUNKS = st.tuples(st.integers(0, 8000), st.integers(1, 600), st.floats(0.001, 5))
+
+
+@given(st.lists(CHUNKS, min_size=1, max_size=30))
+def test_a_larger_chunk_never_seems_cheaper_nor_but_for_attention_dearer_per_token(
+    measured: list[tuple[int, int, float]],
+) -> None:
     cost = ChunkCost()
-    for size, seconds in measured:
-        cost.learn(size, seconds)
-    expected = [cost.expect(size) for size in range(1, 601)]
+    for chunk in measured:
+        cost.learn(*chunk)
+    expected = [cost.without_attention(size) for size in range(1, 601)]
     rates = [seconds / size for size, seconds in enumerate(expected, 1)]
     assert all(low <= high + 1e-9 for low, high in pairwise(expected))
     assert all(dear >= cheap - 1e-9 for dear, cheap in pairwise(rates))
+    assert all(0 <= cost.expect(start, 100) <= cost.expect(start + 100, 100) for start in range(0, 8000, 500))
 
 
 def test_a_bad_first_measurement_does_not_keep_chunks_small() -> None:

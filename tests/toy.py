@@ -64,18 +64,23 @@ class ToyTokenizer:
 
 @dataclass(frozen=True)
 class ToyCost:
-    """Seconds of a step on the CPU that DESIGN.md measured: decode 15-20 ms, a chunk about 50 ms + 1 ms a token."""
+    """Seconds of a step on the CPU that DESIGN.md measured: decode 15-20 ms, a chunk about 50 ms + 1 ms a token.
+
+    `prefill_pair_s`: of attention, for each pair of a token and a position that it sees.
+    """
 
     decode_s: float = 0.015
     decode_row_s: float = 0.001
     prefill_s: float = 0.05
     prefill_token_s: float = 0.001
+    prefill_pair_s: float = 0.0
 
     def decode(self, num_rows: int) -> float:
         return self.decode_s + self.decode_row_s * num_rows
 
-    def prefill(self, num_tokens: int) -> float:
-        return self.prefill_s + self.prefill_token_s * num_tokens
+    def prefill(self, num_tokens: int, start: int = 0) -> float:
+        pairs = num_tokens * (start + num_tokens / 2)
+        return self.prefill_s + self.prefill_token_s * num_tokens + self.prefill_pair_s * pairs
 
 
 Call = Literal["open", "prefill", "decode", "copy_prefix"]
@@ -152,7 +157,7 @@ class ToyRunner:
             if should_abort():
                 raise Aborted
             if self._cost is not None:
-                self._spend(self._cost.prefill(len(ids)) / self.num_layers)
+                self._spend(self._cost.prefill(len(ids), start) / self.num_layers)
         self._ids[slot][start:end] = ids
         self.num_computed += len(ids)
         seen = 0 if self._capabilities.causal_prompt else hash(tuple(self._ids[slot][:end]))
