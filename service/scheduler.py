@@ -165,8 +165,8 @@ class ChunkCost:
     larger chunk counts as taking no less than a smaller one, and no more per token, so that one bad measurement cannot
     keep its size from being tried, and measured, again.
 
-    The second is one factor: of a regression of seconds on tokens and pairs, each as the difference from the mean of its
-    power of two. While chunks differ in one way only (longer ones that begin at the same place) it stays as it is.
+    The second is one factor: of a regression of seconds on tokens and pairs, each as the difference from the mean of
+    its power of two. While chunks differ in one way only (longer ones that begin at the same place) it stays as it is.
     """
 
     def __init__(self) -> None:

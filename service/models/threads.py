@@ -43,14 +43,16 @@ class ThreadChooser:
     """One thread or all of them for the next decode step, by what such steps took lately. Pure: no clock, no torch.
 
     `current` is the better count as far as is known. The other is tried for two steps now and then, ever less often
-    while that does not pay, and at once when steps suddenly get slow.
+    while that does not pay, and at once when steps suddenly get slow. It must be better than `current` both before and
+    after: or two slow steps, which are no rarity, would be taken for a busy machine, and prompts take twice as long.
     """
 
     def __init__(self, max_threads: int) -> None:
         self.current = max_threads
         self._other = 1
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # costs of steps with `current`, since the last change
-        self._probe: list[float] = []
+        self._probe: list[float] = []  # costs of steps with the other count
+        self._num_after = 0  # steps with `current` since they are complete
         self._interval = _FIRST_INTERVAL
         self._num_since_probe = 0
 
@@ -61,24 +63,28 @@ class ThreadChooser:
     def record(self, seconds: float, num_rows: int) -> None:
         """What the step took with the count that `choose` gave."""
         cost = 5 * seconds / (4 + num_rows)  # 1, 2, 4 and 8 rows take about 7.1, 7.9, 10.5 and 16.1 ms
-        if not self._is_probing:
-            self._num_since_probe += 1
-            self._recent.append(cost)
+        if self._is_probing:
+            self._probe.append(cost)
             return
-        self._probe.append(cost)
-        if len(self._probe) == _PROBE_STEPS:
+        self._recent.append(cost)
+        if not self._probe:
+            self._num_since_probe += 1
+            return
+        self._num_after += 1
+        if self._num_after == _PROBE_STEPS:
             gain = _CLEARLY if self._other == 1 else 1.0  # in doubt all of them: a prompt gains more than a decode does
-            self._conclude(min(self._probe) < gain * min(self._latest))
+            self._conclude(min(self._probe) < gain * min(self._latest(2 * _PROBE_STEPS)))
 
-    @property
-    def _latest(self) -> list[float]:
-        return list(self._recent)[-_PROBE_STEPS:]
+    def _latest(self, num: int) -> list[float]:
+        return list(self._recent)[-num:]
 
     @property
     def _is_probing(self) -> bool:
+        if self._probe:
+            return len(self._probe) < _PROBE_STEPS
         if self.current == self._other or self._num_since_probe < _FIRST_INTERVAL:
             return False
-        is_slow = min(self._latest) > _SUDDENLY * median(self._recent)
+        is_slow = min(self._latest(_PROBE_STEPS)) > _SUDDENLY * median(self._recent)
         return is_slow or self._num_since_probe >= self._interval
 
     def _conclude(self, is_better: bool) -> None:
@@ -87,4 +93,4 @@ class ThreadChooser:
             self._recent.clear()
         self._interval = _FIRST_INTERVAL if is_better else min(2 * self._interval, _MAX_INTERVAL)
         self._probe = []
-        self._num_since_probe = 0
+        self._num_after = self._num_since_probe = 0

@@ -74,6 +74,17 @@ def test_a_single_slow_step_changes_nothing() -> None:
     assert chooser.current == 4
 
 
+def test_two_slow_steps_that_are_over_when_the_other_count_has_been_tried_change_nothing() -> None:
+    chooser = ThreadChooser(2)
+    quiet = {1: 0.013, 2: 0.009}
+    run_steps(chooser, quiet, 100)
+    for _ in range(20):
+        run_steps(chooser, {2: 0.025, 1: 0.013}, 2)
+        assert run_steps(chooser, quiet, 2) == [1, 1], "it does not look at once"
+        run_steps(chooser, quiet, 30)
+        assert chooser.current == 2
+
+
 def test_another_batch_size_is_no_reason_to_look() -> None:
     chooser = ThreadChooser(4)
     run_steps(chooser, QUIET, 1000)
