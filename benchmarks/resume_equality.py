@@ -2,9 +2,9 @@
 
     python -m benchmarks.resume_equality [--model PATH] [--quantization Q] [--dtype D] [--cuts 40] [--tokens 80]
 
-Each answer is generated whole, then cut at a random place and gone on with as the engine does: prompt and generated
-tokens are computed like a prompt, with the saved state of the sampler. Prints a table, then one JSON line: of all cuts,
-how many texts are the same to the end, and how many for ten tokens after the cut; greedy, and seeded at 0.8.
+Each answer is generated whole, then cut at a random place and gone on with as the engine does: the prompt is computed,
+then what was generated, as decoding did, and the sampler has its saved state. Prints a table, then one JSON line: of
+all cuts, how many texts are the same to the end, and how many for ten tokens after the cut; greedy, and seeded at 0.8.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from benchmarks.serve import print_table, words
 from benchmarks.step import add_model_options, load
 from service.models.threads import use_threads
 from service.protocol import Message, Params
+from service.scheduler import REPLAY_CHUNK
 
 if TYPE_CHECKING:
     from service.engine.runner import TorchRunner
@@ -25,9 +27,16 @@ if TYPE_CHECKING:
 SOON = 10
 
 
-def go_on(runner: TorchRunner, ids: list[int], num_tokens: int) -> list[int]:
-    """The next tokens after `ids`; the slot's sampler is open. End marks count as any other token."""
-    answer = [runner.prefill(0, 0, ids, is_last=True, should_abort=lambda: False)]
+def go_on(runner: TorchRunner, prompt: list[int], generated: list[int], num_tokens: int) -> list[int]:
+    """The next tokens; the slot's sampler is open. End marks count as any other token."""
+    ids = prompt + generated
+    cuts = [0, *range(len(prompt), len(ids), REPLAY_CHUNK), len(ids)]
+    for start, end in pairwise(dict.fromkeys(cuts)):
+        id = runner.prefill(
+            0, start, ids[start:end], is_last=end == len(ids), is_replay=start >= len(prompt),
+            should_abort=lambda: False,
+        )  # fmt: skip
+    answer = [id]
     while len(answer) < num_tokens:
         answer += runner.decode([0], [answer[-1] or 0], [len(ids) + len(answer) - 1])
     return [id or 0 for id in answer]
@@ -55,13 +64,13 @@ def main() -> None:
         for _ in range(options.cuts):
             prompt = model.tokenizer.encode_chat([Message("user", f"Write about {words(12, rng)}.")])
             runner.open(0, params, prompt)
-            whole = go_on(runner, prompt, options.tokens)
+            whole = go_on(runner, prompt, [], options.tokens)
             cut = rng.randrange(1, options.tokens)
             runner.open(0, params, prompt)
-            go_on(runner, prompt, cut)
+            go_on(runner, prompt, [], cut)
             saved = runner.save_sampler(0)
             runner.open(0, params, prompt + whole[:cut], saved)
-            same = first_difference(go_on(runner, prompt + whole[:cut], options.tokens - cut), whole[cut:])
+            same = first_difference(go_on(runner, prompt, whole[:cut], options.tokens - cut), whole[cut:])
             num_same += same == options.tokens - cut
             num_same_soon += same >= min(SOON, options.tokens - cut)
         result |= {f"{name}, same to the end": num_same, f"{name}, same for {SOON} tokens": num_same_soon}

@@ -19,7 +19,7 @@ from typing import Literal, TextIO
 
 from service.client import Client, ConnectionLost, Timeouts
 from service.models import choose_model
-from service.models.compiled import ADVICE, can_run, find_libraries
+from service.models.compiled import find_lack, find_libraries
 from service.models.errors import ModelError
 from service.models.survey import Survey, survey
 from service.protocol import ServiceError
@@ -202,10 +202,10 @@ def read_gpus() -> list[tuple[str, int]]:
 
 def check_compiled(proc: Path) -> Finding:
     """The part that makes a CPU decode fast is optional: it needs a C compiler at the install."""
+    if lack := find_lack(proc):
+        return Finding("note", "cpu", *lack)
     if found := find_libraries(proc):
         return Finding("ok", "cpu", f"the compiled step is there: {next(iter(found))}")
-    if can_run(proc):
-        return Finding("note", "cpu", "the compiled step is not there", ADVICE)
     return Finding("note", "cpu", "this processor has no AVX2: decoding is slow", "use a newer machine, or a GPU")
 
 

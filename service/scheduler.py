@@ -21,6 +21,8 @@ MAX_SLOWDOWN = 2.2
 # the budget. The last one is for torch's kernels alone: there a chunk costs 50 ms before its first token, so that the
 # last 15 ms carry a third of its tokens.
 SHARES = (0.7, 0.8, 0.9, 1.0, 1.15)
+# Of tokens that were generated before, so many at once: as many as the compiled step computes like decodes.
+REPLAY_CHUNK = 48
 # Weight of a new measurement.
 _ALPHA = 0.3
 # One measurement may change an estimate by at most this factor, so that one hiccup does not starve prefill.
@@ -40,6 +42,7 @@ class Sequence:
     num_prompt: int
     tokens: list[int]  # prompt and generated
     computed: int = 0  # tokens whose KV is in the slot
+    replay_from: int | None = None  # what the prompt has from here on was generated before, when it was not a prompt
 
     @property
     def is_prefilling(self) -> bool:
@@ -62,6 +65,11 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         return self.end == self.seq.num_prompt
+
+    @property
+    def is_replay(self) -> bool:
+        """Its tokens were generated before: they are to be computed as decoding them did, in their own chunks."""
+        return self.seq.replay_from is not None and self.start >= self.seq.replay_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class Scheduler:
         self._causal_prompt = causal_prompt
         self._sequences: dict[int, Sequence] = {}  # oldest first
         self._decode_s = 0.0
-        self._chunk_cost = ChunkCost()
+        self._chunk_cost, self._replay_cost = ChunkCost(), ChunkCost()
         self._has_overtaken = False
 
     def add(self, seq: Sequence) -> None:
@@ -115,37 +123,44 @@ class Scheduler:
         if step.decode:
             self._decode_s = _learn(self._decode_s, decode_s) if self._decode_s else decode_s
         if step.prefill is not None:
-            self._chunk_cost.learn(step.prefill.start, step.prefill.end - step.prefill.start, prefill_s)
+            chunk = step.prefill
+            cost = self._replay_cost if chunk.is_replay else self._chunk_cost
+            cost.learn(chunk.start, chunk.end - chunk.start, prefill_s)
 
     def _plan_chunk(self, waiting: list[Sequence], *, has_readers: bool) -> Chunk:
         oldest = waiting[0]
         if not self._causal_prompt:
             return Chunk(oldest, oldest.computed, oldest.num_prompt)
-        sizes = {seq.key: self._fitting_size(seq.computed) if has_readers else self._max_chunk for seq in waiting}
         chosen = oldest
         if not self._has_overtaken:
             # A short prompt that one chunk finishes may go first, but not twice in a row.
-            chosen = next((seq for seq in waiting if seq.num_left <= sizes[seq.key]), oldest)
+            chosen = next((seq for seq in waiting if self._cut(seq, has_readers).is_last), oldest)
         self._has_overtaken = chosen is not oldest
-        return Chunk(chosen, chosen.computed, min(chosen.num_prompt, chosen.computed + sizes[chosen.key]))
+        return self._cut(chosen, has_readers)
 
-    def _fitting_size(self, start: int) -> int:
+    def _cut(self, seq: Sequence, has_readers: bool) -> Chunk:
+        """The chunk of this prompt that would run now."""
+        start, largest, end, cost = seq.computed, self._max_chunk, seq.num_prompt, self._chunk_cost
+        if seq.replay_from is not None and start < seq.replay_from:
+            end = seq.replay_from
+        elif seq.replay_from is not None:
+            largest, cost = min(REPLAY_CHUNK, largest), self._replay_cost
+        size = self._fitting_size(cost, start, largest) if has_readers else largest
+        return Chunk(seq, start, min(end, start + size))
+
+    def _fitting_size(self, cost: ChunkCost, start: int, largest: int) -> int:
         """The chunk from position `start` on that fits beside a decode; the smallest one before any was measured."""
-        cost = self._chunk_cost
+        size = smallest = min(self._min_chunk, largest)
         if not cost.is_known:
-            return self._min_chunk
-        alone_s = cost.expect(start, self._max_chunk) / self._max_chunk
-        size = self._min_chunk
+            return smallest
+        alone_s = cost.expect(start, largest) / largest
+        sizes = range(smallest, largest + 1)
         for share in SHARES[0 if cost.is_confirmed else -2 :]:
-            size = self._largest_within(share * self._step_budget_s - self._decode_s, start)
+            left_s = share * self._step_budget_s - self._decode_s
+            size = sizes[max(0, bisect_right(sizes, left_s, key=lambda size: cost.expect(start, size)) - 1)]
             if (self._decode_s + cost.expect(start, size)) / size <= MAX_SLOWDOWN * alone_s:
                 break
         return size
-
-    def _largest_within(self, seconds: float, start: int) -> int:
-        sizes = range(self._min_chunk, self._max_chunk + 1)
-        fitting = bisect_right(sizes, seconds, key=lambda size: self._chunk_cost.expect(start, size))
-        return sizes[max(0, fitting - 1)]
 
 
 @dataclass(slots=True)

@@ -59,6 +59,12 @@ def test_a_step_that_was_not_compiled_is_a_note_with_the_remedy(
     assert doctor.check_compiled(tmp_path).level == "note"  # this processor cannot run it
     (compiled / "_step_avx2.abi3.so").touch()
     assert str(doctor.check_compiled(tmp_path)).startswith("ok    cpu")
+    flags = "avx512f avx512bw avx512dq avx512vl avx512_vnni fma f16c avx2 avx512_bf16 amx_tile amx_bf16"
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    found = doctor.check_compiled(tmp_path)
+    assert found.level == "note" and "avx512 only" in found.what and "gcc 11" in found.advice
+    (compiled / "_step_amx.abi3.so").touch()
+    assert str(doctor.check_compiled(tmp_path)).startswith("ok    cpu")
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu sse2\n")
     assert "AVX2" in doctor.check_compiled(tmp_path).what
 

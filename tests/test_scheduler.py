@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from service.engine.base import Aborted
 from service.protocol import Params
-from service.scheduler import SHARES, ChunkCost, Scheduler, Sequence, Step
+from service.scheduler import REPLAY_CHUNK, SHARES, ChunkCost, Scheduler, Sequence, Step
 from service.slots import Slots
 from tests.toy import END_ID, ToyCost, ToyRunner, ToyTokenizer
 
@@ -196,6 +196,43 @@ def test_a_short_prompt_passes_a_long_one_but_only_every_second_time() -> None:
         simulation.scheduler.add(sequence(key, 50))
     order = [step.prefill.seq.key for step in (simulation.step() for _ in range(6)) if step.prefill]
     assert order == [1, 0, 2, 0, 3, 0]
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_what_was_generated_before_has_chunks_of_its_own_and_their_cost_is_not_that_of_prompts(
+    has_reader: bool,
+) -> None:
+    """They are computed as decoding did: so more slowly. `mirror` has the same prompts, and nothing to replay."""
+
+    class Replays(ToyCost):
+        def prefill(self, num_tokens: int, start: int = 0) -> float:
+            return super().prefill(num_tokens, start) * (2 if 300 <= start < 500 else 1)
+
+    simulation, mirror = (Simulation(Scheduler(step_budget_s=BUDGET_S), cost) for cost in (Replays(), ToyCost()))
+    for each in (simulation, mirror):
+        each.prefill(sequence(1, 300))
+        if not has_reader:
+            each.scheduler.remove(1)
+    seq = sequence(2, 430)
+    seq.replay_from = 300
+    first = len(simulation.steps)
+    simulation.prefill(seq)
+    mirror.prefill(sequence(2, 300))
+    chunks = [step.prefill for step in simulation.steps[first:] if step.prefill]
+    assert [chunk.end for chunk in chunks if not chunk.is_replay][-1] == 300
+    assert all(chunk.start >= 300 and chunk.end - chunk.start <= REPLAY_CHUNK for chunk in chunks if chunk.is_replay)
+    assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    if has_reader:
+        assert max(simulation.seconds[first + 1 :]) <= 2.5 * BUDGET_S
+    else:
+        assert [chunk.end for chunk in chunks] == [300, 348, 396, 430]
+    for each in (simulation, mirror):
+        each.scheduler.remove(2)
+        first = len(each.steps)
+        each.prefill(sequence(3, 300))
+        each.steps = each.steps[first:]
+    ends = [[step.prefill.end for step in each.steps if step.prefill] for each in (simulation, mirror)]
+    assert ends[0] == ends[1]
 
 
 def test_nothing_to_run_is_no_step() -> None:

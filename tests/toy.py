@@ -145,8 +145,9 @@ class ToyRunner:
         return b"" if sampler is None else json.dumps(sampler.getstate()).encode()
 
     def prefill(
-        self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]
-    ) -> int | None:
+        self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, is_replay: bool = False,
+        should_abort: Callable[[], bool],
+    ) -> int | None:  # fmt: skip
         assert slot in self._samplers and ids
         end = start + len(ids)
         assert end <= self._capabilities.context_limit, "past the context"

@@ -170,11 +170,13 @@ class Runner(Protocol):
         """The state of an open slot's random generator."""
 
     def prefill(
-        self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]
-    ) -> int | None:
+        self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, is_replay: bool = False,
+        should_abort: Callable[[], bool],
+    ) -> int | None:  # fmt: skip
         """Compute KV for `ids` at positions [start, start + len(ids)); with `is_last`, sample the next id.
 
-        Returns None without `is_last`. Asks `should_abort` between layers; raises `Aborted` when it says yes.
+        Returns None without `is_last`. `is_replay`: give what decoding one after another gives, bit for bit, if that
+        can be had at once. Asks `should_abort` between layers; raises `Aborted` when it says yes.
         """
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> list[int | None]:

@@ -62,11 +62,14 @@ class TorchRunner:
         return self._samplers[slot].save()
 
     def prefill(
-        self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, should_abort: Callable[[], bool]
-    ) -> int | None:
+        self, slot: int, start: int, ids: Sequence[int], *, is_last: bool, is_replay: bool = False,
+        should_abort: Callable[[], bool],
+    ) -> int | None:  # fmt: skip
         torch.set_num_threads(self._threads.current)
         with _step():
-            logits = self._decoder.prefill(slot, start, ids, wants_logits=is_last, should_abort=should_abort)
+            logits = self._decoder.prefill(
+                slot, start, ids, wants_logits=is_last, is_replay=is_replay, should_abort=should_abort
+            )
             return None if logits is None else sample(logits, [self._samplers[slot]])[0]
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> list[int | None]:

@@ -75,8 +75,8 @@ class Steps:
         capabilities = self.runner.capabilities
         generated = job.saved.generated if job.saved is not None else ()
         tokens = [*job.prompt, *generated]
-        # A causal model computes a saved answer like a prompt. Another one's prompt must be the prompt alone: what was
-        # generated is fed again, a step each.
+        # A causal model computes a saved answer with the prompt, but as decoding did. Another one's prompt must be the
+        # prompt alone: what was generated is fed again, a step each.
         prompt = tokens if capabilities.causal_prompt else job.prompt
         lease = self.slots.acquire(prompt, causal=capabilities.causal_prompt)
         try:
@@ -95,7 +95,10 @@ class Steps:
         job.started_at = self.now()
         job.cached = lease.cached
         job.text = TextStream(self.make_decoder(), job.params.stop)
-        job.tokens = Tokens(key=job.key, slot=lease.slot, num_prompt=len(prompt), tokens=tokens, computed=lease.cached)
+        job.tokens = Tokens(
+            key=job.key, slot=lease.slot, num_prompt=len(prompt), tokens=tokens, computed=lease.cached,
+            replay_from=len(job.prompt) if len(prompt) > len(job.prompt) else None,
+        )  # fmt: skip
         if job.saved is not None:
             self._take_up(job, job.saved)
         self._jobs[job.key] = job
@@ -166,8 +169,9 @@ class Steps:
         ids = row.tokens[chunk.start : chunk.end]
         try:
             next_id = self.runner.prefill(
-                row.slot, chunk.start, ids, is_last=chunk.is_last, should_abort=lambda: self.is_cancelled(row.key)
-            )
+                row.slot, chunk.start, ids, is_last=chunk.is_last, is_replay=chunk.is_replay,
+                should_abort=lambda: self.is_cancelled(row.key),
+            )  # fmt: skip
         except base.Aborted:
             return False
         except base.OutOfMemory as error:

@@ -153,8 +153,9 @@ class ChatGLM1:
         return self._logits(self._forward(ids, streams, attention, None))
 
     def prefill(
-        self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, should_abort: Callable[[], bool]
-    ) -> Tensor | None:
+        self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, is_replay: bool = False,
+        should_abort: Callable[[], bool],
+    ) -> Tensor | None:  # fmt: skip
         """A whole prompt of T tokens, or (start > 0) what follows one in this slot -> logits of the last [1, V]."""
         if start == 0:
             self._prefixes[slot] = self._find_prefix(ids)

@@ -113,41 +113,35 @@ class Decoder:
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         """One token in each of N different slots, row i at `positions[i]` -> logits [N, V] float32."""
         if self._fused is not None:
-            return self._logits(self._run_fused(slots, ids, positions, None))
+            where = torch.tensor(positions)
+            scales = None if self._query_scales is None else self._query_scales[where]
+            embedded = self._embedding(torch.tensor(ids))
+            return self._logits(self._fused(slots, positions, self._rotations[where], scales, embedded))
         attention = DecodeAttention(self.kv, slots, positions, self.device)
         return self._logits(self._forward(ids, torch.tensor(positions, device=self.device), attention, None, None))
 
     def prefill(
-        self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, should_abort: Callable[[], bool]
-    ) -> Tensor | None:
+        self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, is_replay: bool = False,
+        should_abort: Callable[[], bool],
+    ) -> Tensor | None:  # fmt: skip
         """T tokens of one slot at [start, start + T) -> logits of the last [1, V] float32, if they are wanted.
 
-        Asks `should_abort` before each layer and raises `Aborted` when it says yes.
+        `is_replay`: where the compiled step runs, and for up to MAX_FUSED_TOKENS, the result is bit for bit that of
+        decoding one after another. Asks `should_abort` before each layer and raises `Aborted` when it says yes.
         """
-        if self._fused is not None and (self._fused.can_prefill or _are_few(start, len(ids))):
-            where = torch.arange(start, start + len(ids))
+        fused, where = self._fused, torch.arange(start, start + len(ids), device=self.device)
+        as_decoded = len(ids) <= MAX_FUSED_TOKENS and (is_replay or _are_few(start, len(ids)))
+        if fused is not None and (fused.can_prefill or as_decoded):
             at, hidden = self._rotations[where], self._embedding(torch.tensor(ids))
             scales = None if self._query_scales is None else self._query_scales[where]
-            if self._fused.can_prefill:
-                hidden = self._fused.prefill(slot, start, at, scales, hidden, should_abort)
+            if fused.can_prefill and not (is_replay and as_decoded):
+                hidden = fused.prefill(slot, start, at, scales, hidden, should_abort)
             else:
-                hidden = self._fused([slot] * len(ids), where.tolist(), at, scales, hidden, should_abort)
+                hidden = fused([slot] * len(ids), where.tolist(), at, scales, hidden, should_abort)
             return self._logits(hidden[-1:]) if wants_logits else None
         attention = PrefillAttention(self.kv, slot, start, len(ids))
-        positions = torch.arange(start, start + len(ids), device=self.device)
-        hidden = self._forward(ids, positions, attention, -1, should_abort)
+        hidden = self._forward(ids, where, attention, -1, should_abort)
         return self._logits(hidden) if wants_logits else None
-
-    def _run_fused(
-        self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int],
-        should_abort: Callable[[], bool] | None,
-    ) -> Tensor:  # fmt: skip
-        """Hidden states [N, E] of the compiled step."""
-        assert self._fused is not None
-        where = torch.tensor(positions)
-        scales = None if self._query_scales is None else self._query_scales[where]
-        hidden = self._embedding(torch.tensor(ids))
-        return self._fused(slots, positions, self._rotations[where], scales, hidden, should_abort)
 
     def _forward(
         self, ids: Sequence[int], positions: Tensor, attention: Attention, only_row: int | None,
@@ -205,7 +199,7 @@ def _are_few(start: int, num_tokens: int) -> bool:
         32 tokens: 29, 45,  83; torch 38, 47, 57
         48 tokens: 41, 66, 122; torch 58, 65, 82
     """
-    return num_tokens <= MAX_FUSED_TOKENS and num_tokens * (start + num_tokens) <= _MAX_FUSED_PAIRS
+    return num_tokens * (start + num_tokens) <= _MAX_FUSED_PAIRS
 
 
 def _fuse(config: DecoderConfig, layers: Sequence[Layer], kv: KvSlots) -> FusedStep | None:

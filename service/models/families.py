@@ -47,8 +47,9 @@ class Model(Protocol):
     def decode(self, slots: Sequence[int], ids: Sequence[int], positions: Sequence[int]) -> Tensor: ...
 
     def prefill(
-        self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, should_abort: Callable[[], bool]
-    ) -> Tensor | None: ...
+        self, slot: int, start: int, ids: Sequence[int], *, wants_logits: bool, is_replay: bool = False,
+        should_abort: Callable[[], bool],
+    ) -> Tensor | None: ...  # fmt: skip
 
 
 class Tokenizer(Protocol):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from service.engine.base import Aborted
-from service.models.compiled import ADVICE, can_run, find_libraries
+from service.models.compiled import find_lack, find_libraries
 from service.models.weights import GROUP, Grouped
 
 TILE = 16
@@ -86,16 +86,16 @@ class Library:
 @cache
 def library() -> Library | None:
     """The best one, or None: no compiler at the install, another processor, a torch without its libgomp."""
+    if lack := find_lack():
+        log.warning("%s: %s", *lack)
     for name, path in find_libraries().items():
         try:
             functions = Library(path)
         except OSError as error:
             log.warning("the compiled step %s cannot be used: %s", path, error)
             continue
-        log.info("the compiled step is used: %s", name)
+        log.info("the compiled step is used: %s%s", name, ", for prompts too" if functions.has_prefill else "")
         return functions
-    if can_run():
-        log.warning("the compiled step is not there: %s", ADVICE)
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.engine.base import Aborted
 from service.models import decoder as decoder_module
-from service.models.decoder import Decoder
+from service.models.decoder import MAX_FUSED_TOKENS, Decoder
 from service.models.linear import MAX_NATIVE_ROWS, DenseLinear, LinearFormat, NativeLinear
 from service.models.native import NF4, Library, PackedMatrix
 from service.models.nf4 import quantize_blocks
@@ -179,6 +179,27 @@ def test_a_prompt_goes_on_from_decoded_tokens_and_they_from_it(native: Decoder) 
         if decoder is native:
             got = last
     assert (got - last).norm() < 0.02 * last.norm()
+
+
+def test_what_was_decoded_is_replayed_bit_for_bit(native: Decoder) -> None:
+    """As an answer that goes on in another process is."""
+
+    def prefill(start: int, end: int, is_replay: bool) -> Tensor:
+        logits = native.prefill(
+            1, start, IDS[start:end], wants_logits=True, is_replay=is_replay, should_abort=lambda: False
+        )
+        assert logits is not None
+        return logits
+
+    native.prefill(0, 0, IDS[:70], wants_logits=False, should_abort=lambda: False)
+    for position in range(70, 70 + MAX_FUSED_TOKENS + 2):
+        wanted = native.decode([0], [IDS[position]], [position])
+    prefill(0, 70, False)
+    prefill(70, 70 + MAX_FUSED_TOKENS, True)
+    assert torch.equal(prefill(70 + MAX_FUSED_TOKENS, 72 + MAX_FUSED_TOKENS, True), wanted)
+    for layer in native.kv.layers:
+        assert torch.equal(layer[0], layer[1])
+    assert not torch.equal(prefill(70, 72 + MAX_FUSED_TOKENS, False), wanted)
 
 
 def test_a_prompt_is_given_up_between_layers(native: Decoder) -> None:
