@@ -162,17 +162,17 @@ class PackedMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] of any float type -> [M, N] float32, activations rounded to 15 bits. Raises `MemoryError`."""
-        return self._run(self._functions.multiply, x)
+        return self._run(self._functions.multiply, x, torch.float32)
 
     def multiply_many(self, x: Tensor) -> Tensor:
-        """The same for many rows, rounded to bfloat16 as the weights are. Where it `has_many`."""
-        return self._run(self._functions.multiply_many, x)
+        """The same for many rows, bfloat16 to bfloat16, as the weights are rounded to. Where it `has_many`."""
+        return self._run(self._functions.multiply_many, x, torch.bfloat16)
 
-    def _run(self, function: Callable[..., int], x: Tensor) -> Tensor:
+    def _run(self, function: Callable[..., int], x: Tensor, dtype: torch.dtype) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(f"activations {list(x.shape)} for a matrix {list(self.shape)}")
-        x = x.float().contiguous()
-        out = torch.empty(x.shape[0], self.shape[0], dtype=torch.float32)
+        x = x.to(dtype).contiguous()
+        out = torch.empty(x.shape[0], self.shape[0], dtype=dtype)
         if function(ctypes.addressof(self.struct), x.shape[0], x.data_ptr(), out.data_ptr()):
             raise MemoryError("can't allocate memory for rounded activations")
         return out

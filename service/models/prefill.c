@@ -158,9 +158,10 @@ INLINE void pack_row(const float *values, int64_t row, Packed *x) {
     for (int64_t i = 0; i < x->columns; i += 16) store_bf16(packed_at(x, row, i), _mm512_loadu_ps(values + i));
 }
 
-typedef struct { /* what becomes of a product */
-    enum { STORED, ADDED, GATED } kind; /* GATED: silu(first half of its columns) * second half, packed */
-    float *out;                         /* [M, N] */
+typedef struct { /* what becomes of a product. GATED: silu(first half of its columns) * second half, packed */
+    enum { STORED, ADDED, ROUNDED, GATED } kind;
+    float *out;        /* [M, N] */
+    uint16_t *rounded; /* [M, N] bfloat16 */
     Packed *packed;
 } Target;
 
@@ -227,6 +228,15 @@ INLINE int has_two(const Matrix *matrix, const Target *target, int64_t unit) {
     return tile_of(matrix, target, unit, 1) < matrix->rows / TILE;
 }
 
+INLINE void store_sums(const Target *target, int64_t at, __m512 sums) {
+    switch (target->kind) {
+        case STORED: _mm512_storeu_ps(target->out + at, sums); break;
+        case ADDED: _mm512_storeu_ps(target->out + at, _mm512_add_ps(_mm512_loadu_ps(target->out + at), sums)); break;
+        case ROUNDED: store_bf16(target->rounded + at, sums); break;
+        case GATED: break;
+    }
+}
+
 /* What `num` rows from `row` on get of a unit's sums. */
 static void finish(const Matrix *matrix, const Target *target, const float *sums, int64_t row, int64_t num, int64_t unit) {
     const int64_t column = tile_of(matrix, target, unit, 0) * TILE;
@@ -238,11 +248,9 @@ static void finish(const Matrix *matrix, const Target *target, const float *sums
             store_bf16(packed_at(target->packed, m, column), gated);
             continue;
         }
-        float *out = target->out + m * matrix->rows + column;
-        const int adds = target->kind == ADDED;
-        _mm512_storeu_ps(out, adds ? _mm512_add_ps(_mm512_loadu_ps(out), first) : first);
-        if (!has_two(matrix, target, unit)) continue;
-        _mm512_storeu_ps(out + TILE, adds ? _mm512_add_ps(_mm512_loadu_ps(out + TILE), second) : second);
+        const int64_t at = m * matrix->rows + column;
+        store_sums(target, at, first);
+        if (has_two(matrix, target, unit)) store_sums(target, at + TILE, second);
     }
 }
 
@@ -281,8 +289,8 @@ static void multiply_part(const Matrix *matrix, const Packed *x, int64_t first, 
                            row + ROWS < last ? row + ROWS : last, &target, bench);
 }
 
-/* x [M, K] * matrix -> out [M, N]. Returns 0, or -1 when there is no memory. */
-API int chatglm_multiply_many(const Matrix *matrix, int64_t rows, const float *x, float *out) {
+/* x [M, K] * matrix -> out [M, N], both bfloat16. Returns 0, or -1 when there is no memory. */
+API int chatglm_multiply_many(const Matrix *matrix, int64_t rows, const uint16_t *x, uint16_t *out) {
     const size_t own = sizeof(Bench), shared = (packed_size(rows, matrix->columns) + 63) / 64 * 64;
     char *memory = aligned_alloc(64, shared + own * omp_get_max_threads());
     if (memory == NULL) return -1;
@@ -293,9 +301,11 @@ API int chatglm_multiply_many(const Matrix *matrix, int64_t rows, const float *x
         TileConfig before;
         take_tiles(&before);
         for (int64_t row = share(rows, thread, threads); row < share(rows, thread + 1, threads); row++)
-            pack_row(x + row * matrix->columns, row, &packed);
+            for (int64_t i = 0; i < matrix->columns; i += GROUP)
+                memcpy(packed_at(&packed, row, i), x + row * matrix->columns + i, GROUP * sizeof *x);
 #pragma omp barrier
-        multiply_part(matrix, &packed, 0, rows, (Target){STORED, out, NULL}, (Bench *)(memory + shared + own * thread));
+        multiply_part(matrix, &packed, 0, rows, (Target){.kind = ROUNDED, .rounded = out},
+                      (Bench *)(memory + shared + own * thread));
         leave_tiles(&before);
     }
     free(memory);
@@ -465,7 +475,7 @@ static void prefill_layer(Prompt *prompt, const Layer *layer, float *room, Bench
     const int64_t from = share(rows, thread, threads), to = share(rows, thread + 1, threads);
     norm_rows(prompt, layer->input_norm, from, to, room, &prompt->normed);
 #pragma omp barrier
-    multiply_part(&layer->qkv, &prompt->normed, 0, rows, (Target){STORED, prompt->qkv, NULL}, bench);
+    multiply_part(&layer->qkv, &prompt->normed, 0, rows, (Target){.kind = STORED, .out = prompt->qkv}, bench);
 #pragma omp barrier
     for (int64_t row = from; row < to; row++) place_row(prompt, layer, row);
 #pragma omp barrier
@@ -478,14 +488,14 @@ static void prefill_layer(Prompt *prompt, const Layer *layer, float *room, Bench
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < blocks * model->kv_heads; task++) /* those that see most go first */
         attend_block(prompt, layer, task % model->kv_heads, first_block + blocks - 1 - task / model->kv_heads, bench);
-    multiply_part(&layer->out, &prompt->attended, first, rows, (Target){ADDED, prompt->hidden, NULL}, bench);
+    multiply_part(&layer->out, &prompt->attended, first, rows, (Target){.kind = ADDED, .out = prompt->hidden}, bench);
 #pragma omp barrier
     norm_rows(prompt, layer->mlp_norm, first + share(rows - first, thread, threads),
               first + share(rows - first, thread + 1, threads), room, &prompt->normed);
 #pragma omp barrier
-    multiply_part(&layer->gate_up, &prompt->normed, first, rows, (Target){GATED, NULL, &prompt->gated}, bench);
+    multiply_part(&layer->gate_up, &prompt->normed, first, rows, (Target){.kind = GATED, .packed = &prompt->gated}, bench);
 #pragma omp barrier
-    multiply_part(&layer->down, &prompt->gated, first, rows, (Target){ADDED, prompt->hidden, NULL}, bench);
+    multiply_part(&layer->down, &prompt->gated, first, rows, (Target){.kind = ADDED, .out = prompt->hidden}, bench);
 #pragma omp barrier
 }
 

@@ -17,6 +17,7 @@ from service.models.decoder import MAX_FUSED_TOKENS, Decoder
 from service.models.linear import DenseLinear, LinearFormat
 from service.models.native import FusedStep, Library, PackedLayer, PackedMatrix
 from service.models.weights import GROUP, Grouped
+from service.scheduler import REPLAY_CHUNK
 from tests.models.packed import CONFIGS, CPU, fill, grouped_4bit, grouped_8bit, load, make_decoder, make_native
 
 
@@ -150,6 +151,10 @@ def test_a_few_tokens_of_a_prompt_are_what_one_after_another_is(chunks: list[int
     assert torch.equal(got, wanted)
     for layer in native.kv.layers:
         assert torch.equal(layer[2, :, :, :40], layer[1, :, :, :40])
+
+
+def test_as_many_tokens_as_are_replayed_at_once_are_few() -> None:
+    assert REPLAY_CHUNK <= MAX_FUSED_TOKENS
 
 
 def test_more_tokens_take_the_other_path_and_come_close(native: Decoder) -> None:
