@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -86,9 +87,10 @@ def raw(path: str, data: bytes, *, half_close: bool = False) -> bytes:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10)
         sock.connect(path)
-        sock.sendall(data)
-        if half_close:
-            sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(BrokenPipeError):  # it may have said why, and gone
+            sock.sendall(data)
+            if half_close:
+                sock.shutdown(socket.SHUT_WR)
         received = b""
         while data := sock.recv(65536):
             received += data
