@@ -3,24 +3,27 @@
 The weights' owner is the engine thread. Knows no layers: a model asks `LinearFormat` to make what it multiplies with.
 Letters: M rows of activations, K inputs, N outputs.
 
-Few rows are bound by memory, many by arithmetic, so a packed matrix may keep a bf16 copy for the many. Measured here
-(2 threads, Xeon with AVX-512 and AMX, torch 2.13), ms for M rows times 30 matrices of 3072 x 576, one after another:
+Few rows are bound by memory, many by arithmetic, so there are two kernels, or a copy in bf16 for the many. Measured
+here (2 threads, Xeon with AVX-512 and AMX, torch 2.13), ms for M rows times 30 matrices of 3072 x 576, one after
+another:
 
-    kernel                  M=1    4      8      16     32     64
-    ours (step.c), 4 bits   0.8    1.1    1.8    4      10     24
-    torch's int4pack, bf16  1.7    3.1    5.7    12     -      -
-    bf16 GEMM               11     12     11     11     13     15
+    kernel                    M=1    4      8      16     32     64     256
+    few rows (step.c)         0.8    1.1    1.8    4      10     24     -
+    many (prefill.c, AMX)     -      -      3.6    3.8    5.0    7.3    27
+    torch's int4pack, bf16    1.7    3.1    5.7    12     -      -      -
+    bf16 GEMM                 11     12     11     11     13     15     38
 
-and times 10 layers of ChatGLM-6B in NF4 (2.0 G weights), where no bf16 copy fits:
+and times 2 layers of ChatGLM-6B in NF4 (0.4 G weights), where no bf16 copy fits:
 
-    ours                    70     87     -      283    560    1120
-    unpacked, bf16 GEMM     -      -      -      -      -      780
-    bitsandbytes            100    139    -      -      -      -
+    few rows                  16     20     33     60     122    240    -
+    many                      -      -      27     27     35     47     145
+    unpacked, bf16 GEMM       -      -      -      203    173    207    356
+    bitsandbytes              20     28     -      -      -      -      -
 
-Ours reads 15 GB/s, a plain sum 16; it needs a C compiler at the install (`native.py`). It rounds activations to 15
-bits: in the default model's answers to ten questions that costs 0.0001 nats against float32. torch's kernel rounds
-them, and the scales, to bf16. In float32 it is a plain loop (only bf16 is vectorised): exact, 30 times slower, for
-checking only.
+That for few rows reads 15 GB/s, a plain sum 16; both need a C compiler at the install (`native.py`). It rounds
+activations to 15 bits: in the default model's answers to ten questions that costs 0.0001 nats against float32. The one
+for many rounds them and the weights to bf16, torch's kernel them and the scales. In float32 torch's is a plain loop
+(only bf16 is vectorised): exact, 30 times slower, for checking only.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from service.models.native import NF4, TILE, Library, PackedMatrix, library
 from service.models.nf4 import MAX_PACKED_ROWS, Nf4Linear, Parts, TiledNf4Linear, can_block, quantize_blocks
 from service.models.weights import GROUP, Grouped, Weight, dense, quantize_4bit
 
-MAX_NATIVE_ROWS = 32
+MAX_NATIVE_ROWS = 32  # where the kernel for many is not there
+MAX_FEW_ROWS = 8  # where it is
 _UNPACKED_WEIGHTS = 2**20  # 2 MB of them at once
 _int4_matmul = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
@@ -98,9 +102,10 @@ class NativeLinear:
         return {"blocks": self.matrix.blocks}
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if x.shape[0] <= MAX_NATIVE_ROWS:
+        has_many = self.matrix.has_many
+        if x.shape[0] <= (MAX_FEW_ROWS if has_many else MAX_NATIVE_ROWS):
             return self.matrix(x).to(x.dtype)
-        if self.matrix.has_many:
+        if has_many:
             return self.matrix.multiply_many(x).to(x.dtype)
         if self._dense is not None:
             return F.linear(x, self._dense)

@@ -10,8 +10,8 @@ run because of it. Measured here (2 cores, default model), ms per token / ms for
     beside 3 processes   88 / 1860     32 / 634    39 / 585    11 / 192
 
 So 10,000 (about half a millisecond), which covers the gaps within a step, and one thread while others need the cores:
-`ThreadChooser` finds out which is faster at the moment. Decode gives bit for bit the same logits with either; a long
-prefill differs in the last bits, as it does when it is cut into other chunks.
+`ThreadChooser` finds out which is faster at the moment. What is compiled gives bit for bit the same with either; a
+prompt that torch computes differs in the last bits, as it does when it is cut into other chunks.
 """
 
 from __future__ import annotations

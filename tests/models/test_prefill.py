@@ -12,7 +12,7 @@ from torch import Tensor
 from service.engine.base import Aborted
 from service.models import decoder as decoder_module
 from service.models.decoder import MAX_FUSED_TOKENS, Decoder
-from service.models.linear import MAX_NATIVE_ROWS, DenseLinear, LinearFormat, NativeLinear
+from service.models.linear import MAX_FEW_ROWS, DenseLinear, LinearFormat, NativeLinear
 from service.models.native import NF4, Library, PackedMatrix
 from service.models.nf4 import quantize_blocks
 from service.models.weights import Grouped
@@ -102,7 +102,7 @@ def test_many_rows_take_it_and_no_copy_of_the_weights_is_kept() -> None:
     weight = grouped_4bit(64, 128)
     product = form.make(weight)
     assert isinstance(product, NativeLinear) and product._dense is None
-    x = torch.randn(MAX_NATIVE_ROWS + 1, 128).bfloat16()
+    x = torch.randn(MAX_FEW_ROWS + 1, 128).bfloat16()
     assert torch.equal(product(x), product.matrix.multiply_many(x))
     assert torch.equal(product(x[:-1]), product.matrix(x[:-1]).bfloat16())
 
