@@ -27,6 +27,8 @@ REPLAY_CHUNK = 48
 _ALPHA = 0.3
 # One measurement may change an estimate by at most this factor, so that one hiccup does not starve prefill.
 _MAX_JUMP = 2.0
+# The same where nothing like it was measured yet: a chunk further on in a prompt than any before.
+_MAX_FIRST_JUMP = 8.0
 # What a measurement of attention's cost still counts for when the next one comes: some fifty of them count.
 _FADING = 0.98
 # How far tokens and pairs must vary apart (1 - their squared correlation) to tell what each costs.
@@ -189,6 +191,7 @@ class ChunkCost:
         self._means: dict[int, _Mean] = {}  # by power of two
         self._line: list[tuple[float, float]] = []  # (tokens, seconds without attention), in order and straightened
         self._num_largest = 0  # measurements of the largest power of two
+        self._most_pairs = 0.0  # so far; what more of them cost is a guess that may be far off
         # Fading sums of products of these differences: tokens and pairs with themselves, each other, and the seconds.
         self._tt = self._tp = self._pp = self._ts = self._ps = 0.0
 
@@ -212,12 +215,14 @@ class ChunkCost:
         if mean is None:
             self._means[bucket] = _Mean(size, pairs, seconds)
         else:
-            seconds = _bounded(seconds, self.expect(start, size))
+            jump = _MAX_JUMP if pairs <= self._most_pairs else _MAX_FIRST_JUMP
+            seconds = _bounded(seconds, max(mean.seconds, self.expect(start, size)), jump)
             further = size - mean.tokens, pairs - mean.pairs, seconds - mean.seconds
             self._regress(*further)
             mean.tokens += _ALPHA * further[0]
             mean.pairs += _ALPHA * further[1]
             mean.seconds += _ALPHA * further[2]
+        self._most_pairs = max(self._most_pairs, pairs)
         self._draw()
 
     def _regress(self, tokens: float, pairs: float, seconds: float) -> None:
@@ -263,11 +268,11 @@ def _num_pairs(start: int, size: int) -> float:
     return size * (start + size / 2)
 
 
-def _bounded(new: float, old: float) -> float:
+def _bounded(new: float, old: float, jump: float) -> float:
     """One outlier counts for little."""
-    return min(max(new, old / _MAX_JUMP), old * _MAX_JUMP)
+    return min(max(new, old / jump), old * jump)
 
 
 def _learn(old: float, new: float) -> float:
     """A moving average."""
-    return old + _ALPHA * (_bounded(new, old) - old)
+    return old + _ALPHA * (_bounded(new, old, _MAX_JUMP) - old)

@@ -134,7 +134,7 @@ def test_late_in_a_long_prompt_a_step_takes_no_longer_than_early() -> None:
     simulation.prefill(sequence(1, 8000))
     _, gaps = simulation.prefill(sequence(2, 8000))
     first, last = gaps[: len(gaps) // 3], gaps[-len(gaps) // 3 : -1]
-    assert max(last) <= 1.05 * SHARES[0] * BUDGET_S and min(first) >= 0.95 * SHARES[0] * BUDGET_S
+    assert max(last) <= 1.05 * SHARES[0] * BUDGET_S and min(first) >= 0.9 * SHARES[0] * BUDGET_S
 
 
 @pytest.mark.parametrize("cost", [AMX, replace(AMX, prefill_pair_s=5e-7), COMPILED], ids=["amx", "slower", "none"])
@@ -142,7 +142,7 @@ def test_late_in_a_long_prompt_a_step_takes_no_longer_than_early() -> None:
 def test_what_attention_costs_is_learned_from_chunks_of_any_size_and_place(cost: ToyCost, seed: int) -> None:
     rng = random.Random(seed)
     learned = ChunkCost()
-    for _ in range(60):
+    for _ in range(150):
         start, size = rng.randrange(4000), rng.randrange(32, 512)
         learned.learn(start, size, cost.prefill(size, start) * rng.uniform(0.9, 1.1))
     assert learned.pair_s == pytest.approx(cost.prefill_pair_s, rel=0.35, abs=4e-8)
@@ -284,10 +284,11 @@ def test_once_the_speed_is_known_a_step_keeps_its_budget_or_has_the_smallest_chu
         simulation.prefill(sequence(reader, 700))
     for _ in range(15):
         simulation.step()  # the decodes' average has caught up with the last reader
-    simulation.prefill(sequence(50, 1500))
-    simulation.scheduler.remove(50)
+    for key in (50, 51, 52):  # what attention costs is a guess at first
+        simulation.prefill(sequence(key, 1500))
+        simulation.scheduler.remove(key)
     first = len(simulation.steps)
-    simulation.prefill(sequence(51, 1500))
+    simulation.prefill(sequence(53, 1500))
     over = [
         (step.prefill.end - step.prefill.start, round(seconds, 4))
         for step, seconds in zip(simulation.steps[first:], simulation.seconds[first:], strict=True)

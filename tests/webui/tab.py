@@ -19,8 +19,8 @@ class Tab:
         self.dialogs: list[str] = []
         self.page.on("request", lambda request: self._note(request.url, url))
         self.page.on("dialog", self._dismiss)
-        self.page.goto(url)
-        self.page.wait_for_selector(f"{BOX}:enabled")
+        self.page.goto(url, timeout=40_000)  # the browser itself may be slow to start on a busy machine
+        self.page.wait_for_selector(f"{BOX}:enabled", timeout=40_000)
         self.page.wait_for_selector(".glm-status[data-state]:has(.glm-dot:not(.offline))")
 
     def _note(self, address: str, url: str) -> None:
