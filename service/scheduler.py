@@ -216,7 +216,8 @@ class ChunkCost:
             self._means[bucket] = _Mean(size, pairs, seconds)
         else:
             jump = _MAX_JUMP if pairs <= self._most_pairs else _MAX_FIRST_JUMP
-            seconds = _bounded(seconds, max(mean.seconds, self.expect(start, size)), jump)
+            low, high = sorted((mean.seconds, self.expect(start, size)))
+            seconds = min(max(seconds, low / jump), high * jump)
             further = size - mean.tokens, pairs - mean.pairs, seconds - mean.seconds
             self._regress(*further)
             mean.tokens += _ALPHA * further[0]
@@ -268,11 +269,6 @@ def _num_pairs(start: int, size: int) -> float:
     return size * (start + size / 2)
 
 
-def _bounded(new: float, old: float, jump: float) -> float:
-    """One outlier counts for little."""
-    return min(max(new, old / jump), old * jump)
-
-
 def _learn(old: float, new: float) -> float:
-    """A moving average."""
-    return old + _ALPHA * (_bounded(new, old, _MAX_JUMP) - old)
+    """A moving average in which one outlier counts for little."""
+    return old + _ALPHA * (min(max(new, old / _MAX_JUMP), old * _MAX_JUMP) - old)
