@@ -50,11 +50,6 @@ class Sequence:
     def is_prefilling(self) -> bool:
         return self.computed < self.num_prompt
 
-    @property
-    def num_left(self) -> int:
-        """Prompt tokens still to compute."""
-        return self.num_prompt - self.computed
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

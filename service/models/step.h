@@ -80,11 +80,6 @@ INLINE float fast_exp(float x) {
     return p * power.f;
 }
 
-INLINE float from_bf16(uint16_t bits) {
-    union { uint32_t i; float f; } word = {(uint32_t)bits << 16};
-    return word.f;
-}
-
 INLINE uint16_t to_bf16(float value) { /* to the nearest, ties to even; NaN stays NaN */
     union { float f; uint32_t i; } word = {value};
     if (value != value) return 0x7fc0;
