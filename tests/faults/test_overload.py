@@ -40,7 +40,7 @@ def test_ten_times_overload_for_a_minute_keeps_goodput_and_memory(tmp_path: Path
                 while time.monotonic() - started_at < seconds:
                     asked_at = time.monotonic()
                     try:
-                        events = [e async for e in client.chat(f"client {number}", max_new_tokens=30)]
+                        events = [e async for e in client.chat(f"client {number}", max_new_tokens=10)]
                         if time.monotonic() - started_at < seconds:
                             num_tokens += sum(e.tokens for e in events if isinstance(e, Delta))
                     except Busy as error:
@@ -65,5 +65,5 @@ def test_ten_times_overload_for_a_minute_keeps_goodput_and_memory(tmp_path: Path
         return held_bytes()
 
     limits = Limits()
-    runner = ToyRunner(NUM_SLOTS, end_one_in=0, cost=ToyCost(0.01, 0.001, 0.005, 0.0), spend=time.sleep)
+    runner = ToyRunner(NUM_SLOTS, end_one_in=0, cost=ToyCost(0.03, 0.003, 0.015, 0.0), spend=time.sleep)
     serve(tmp_path, scenario, runner, max_queue=8, limits=limits)

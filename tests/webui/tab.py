@@ -10,22 +10,36 @@ BOX = "#question textarea"
 
 
 class Tab:
-    """A browser tab with the page in it. `foreign` lists every request that did not go to the page."""
+    """A browser tab with the page in it. `foreign` lists every request that did not go to the page.
+
+    Where the page does not come, the error tells what the browser said and what it still waits for.
+    """
 
     def __init__(self, context: Any, url: str) -> None:
         self.page = context.new_page()
         self.page.set_default_timeout(45_000)  # a busy machine may be slow; what hangs still fails
         self.foreign: list[str] = []
         self.dialogs: list[str] = []
-        self.page.on("request", lambda request: self._note(request.url, url))
+        self._said: list[str] = []
+        self._requests: list[Any] = []
+        self.page.on("request", lambda request: self._note(request, url))
+        self.page.on("requestfailed", lambda request: self._said.append(f"{request.url}: {request.failure}"))
+        self.page.on("console", lambda message: self._said.append(message.text))
+        self.page.on("pageerror", lambda error: self._said.append(str(error)))
         self.page.on("dialog", self._dismiss)
-        self.page.goto(url)
-        self.page.wait_for_selector(f"{BOX}:enabled")
-        self.page.wait_for_selector(".glm-status[data-state]:has(.glm-dot:not(.offline))")
+        try:
+            self.page.goto(url)
+            self.page.wait_for_selector(f"{BOX}:enabled")
+            self.page.wait_for_selector(".glm-status[data-state]:has(.glm-dot:not(.offline))")
+        except Exception as error:
+            waiting = [f"{it.method} {it.url}" for it in self._requests if it.timing["responseEnd"] < 0]
+            error.add_note(f"said: {self._said}\nwaits for: {waiting}\nshows: {self.page.inner_text('body')}")
+            raise
 
-    def _note(self, address: str, url: str) -> None:
-        if not address.startswith((url, "data:", "blob:")):
-            self.foreign.append(address)
+    def _note(self, request: Any, url: str) -> None:
+        self._requests.append(request)
+        if not request.url.startswith((url, "data:", "blob:")):
+            self.foreign.append(request.url)
 
     def _dismiss(self, dialog: Any) -> None:
         self.dialogs.append(dialog.message)

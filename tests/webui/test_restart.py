@@ -106,9 +106,9 @@ def open_tab(contexts: dict[str, Any]) -> Iterator[Callable[[str], Tab]]:
         tab.close()
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> str:
-    with running_toy(tmp_path) as (_, path):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    with running_toy(tmp_path_factory.mktemp("whole")) as (_, path):
         return whole_answer(path, QUESTION)
 
 
