@@ -1,4 +1,5 @@
-"""What the port serves beside the page: `/healthz`, the headers that keep every answer harmless, and a quick end.
+"""What the port serves beside the page: `/healthz`, the headers that keep every answer harmless, a quick end, and
+streams of events that lose none.
 
 Thread: the event loop. Knows FastAPI and no Gradio.
 """
@@ -6,6 +7,8 @@ Thread: the event loop. Knows FastAPI and no Gradio.
 from __future__ import annotations
 
 import asyncio
+import time
+from urllib.parse import parse_qs
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -27,6 +30,8 @@ CONTENT_POLICY = "; ".join(
         "frame-src 'none'",
     ]
 )
+
+SETTLE_S = 0.3  # for a closed stream to be known in the browser
 
 
 def add_healthz(app: FastAPI, service: ChatSession, stopping: asyncio.Event) -> None:
@@ -95,3 +100,46 @@ class Stoppable:
         await self._app(scope, receive_or_stop, send_noted)
         if is_open and self._stopping.is_set():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Closings:
+    """Keeps the end of one stream of events apart from the next event.
+
+    NOTE: Gradio closes a browser's stream when its last event has ended, and the browser opens one when it is told that
+    another was queued and it knows of no open one. Told so while the close is on its way, it would open none, and the
+    page would wait for ever: where the page's two load events fell so, its text box stayed closed.
+    """
+
+    def __init__(self) -> None:
+        self._closed_at: dict[str, float] = {}
+
+    def note(self, session: str) -> None:
+        """This browser's stream is being closed."""
+        now = time.monotonic()
+        self._closed_at = {name: at for name, at in self._closed_at.items() if now - at < SETTLE_S}
+        self._closed_at[session] = now
+
+    async def settle(self, session: str) -> None:
+        """Wait until a browser knows of its closed stream; at once where none was closed just now."""
+        await asyncio.sleep(self._closed_at.get(session, 0.0) + SETTLE_S - time.monotonic())
+
+
+class NoteClosings:
+    """Tells `Closings` of each stream of Gradio's events that ends."""
+
+    def __init__(self, app: ASGIApp, closings: Closings) -> None:
+        self._app = app
+        self._closings = closings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].endswith("/queue/data"):
+            await self._app(scope, receive, send)
+            return
+        (session,) = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[:1]
+
+        async def send_noted(message: Message) -> None:
+            if message.get("body", b"").startswith(b'data: {"msg":"close_stream"'):
+                self._closings.note(session)
+            await send(message)
+
+        await self._app(scope, receive, send_noted)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.toy_daemon import DaemonThread, Talk
 from tests.webui.conftest import PageThread
+from webui import gateway
 from webui.history import NOTICE_ID
 from webui.pages import MAX_PAGES
 from webui.texts import EXAMPLES, LABELS, say
@@ -81,6 +82,34 @@ def test_healthz_tells_ready_from_loading_and_from_gone(url: str, daemon: Daemon
     finally:
         daemon.run(daemon.toy.start())
     assert httpx.get(url + "/healthz").status_code == 200
+
+
+def test_who_queues_an_event_while_its_stream_is_being_closed_is_told_so_later(
+    url: str, daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser opens a stream only if it knows of no open one, so it must have heard of the close before."""
+    functions = httpx.get(url + "/config").json()["dependencies"]
+    number = next(function["id"] for function in functions if function["api_name"] == "chat")
+    with httpx.Client(base_url=url + "/gradio_api", timeout=20) as http:
+
+        def join(session: str, **options: Any) -> None:
+            body = {"data": ["你好", [], *DEFAULTS], "session_hash": session, "fn_index": number}
+            http.post("/queue/join", json=body, **options).raise_for_status()
+
+        def last_event(session: str) -> str:
+            events = http.get("/queue/data", params={"session_hash": session}).text.split("data: ")
+            return str(json.loads(events[-1])["msg"])
+
+        join("one")
+        monkeypatch.setattr(gateway, "SETTLE_S", 60.0)
+        assert last_event("one") == "close_stream"
+        join("other")  # waits for nothing
+        with pytest.raises(httpx.ReadTimeout):
+            join("one", timeout=0.5)
+        daemon.until(lambda: len(daemon.toy.talks) == 3)
+        monkeypatch.setattr(gateway, "SETTLE_S", 0.0)
+        join("one")
+        assert last_event("one") == "close_stream"
 
 
 def test_a_page_that_stops_says_so_to_whoever_waits_for_it(daemon: DaemonThread) -> None:
