@@ -97,7 +97,7 @@ def _nucleus(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     and the set lies among them.
     """
     log_total = scores.double().exp().sum().log()
-    bound = log_total + math.log((1 - top_p) / len(scores))
+    bound = log_total + math.log((1 - top_p) / len(scores)) - 1e-6  # a little lower: rounding leaves none out
     candidates = (scores >= bound).nonzero()[:, 0]  # the likeliest id is at least average, so never empty
     ordered, order = scores[candidates].sort(descending=True, stable=True)
     cumulative = (ordered.double() - log_total).exp().cumsum(0)
