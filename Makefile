@@ -30,6 +30,7 @@ check: $(VENV)/.installed-test
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt pip
 
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	$(INSTALL) -e .

@@ -1,4 +1,4 @@
-"""The daemon as a process, with the default model: start, nc, signals, exit codes."""
+"""The daemon as a process: start, nc, signals, exit codes. With the default model where its answer or load matters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from service.client import Client, ConnectionLost
 from service.protocol import Accepted, Delta, Done, Draining, Event, Started
+from tests.faults.common import running_toy, toy_command
 from tests.processes import (
     DEFAULT_MODEL,
     clean_environment,
@@ -122,7 +123,7 @@ def test_term_lets_running_answers_finish_then_exits_0(tmp_path: Path) -> None:
 
 
 def test_a_second_term_ends_at_once_and_keeps_what_was_generated(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as (process, path), Client(str(path)) as client:
+    with running_toy(tmp_path, decode_s=0.02) as (process, path), Client(str(path)) as client:
         answer = client.chat("Count from 1 to 1000.", temperature=0, max_new_tokens=900)
         events: list[Event] = []
         for event in answer:
@@ -138,7 +139,7 @@ def test_a_second_term_ends_at_once_and_keeps_what_was_generated(tmp_path: Path)
 
 
 def test_killed_mid_answer_the_client_learns_at_once_and_the_socket_is_taken_over(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as (process, path), Client(str(path)) as client:
+    with running_toy(tmp_path, decode_s=0.02) as (process, path), Client(str(path)) as client:
         answer = iter(client.chat("Count from 1 to 1000.", max_new_tokens=900))
         assert isinstance(next(answer), Accepted)
         process.kill()
@@ -146,7 +147,7 @@ def test_killed_mid_answer_the_client_learns_at_once_and_the_socket_is_taken_ove
             list(answer)
         process.wait(10)
         assert path.exists()  # stale
-        with running(daemon_command(path), log=tmp_path / "second.log") as second:
+        with running(toy_command(path), log=tmp_path / "second.log") as second:
             wait_ready(path, log=tmp_path / "second.log", process=second)
 
 
@@ -200,16 +201,17 @@ def test_a_path_that_is_a_file_exits_3_and_the_file_stays(tmp_path: Path) -> Non
 def test_two_daemons_racing_for_one_path_leave_exactly_one(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with (
-        running(daemon_command(path), log=tmp_path / "a.log") as first,
-        running(daemon_command(path), log=tmp_path / "b.log") as second,
+        running(toy_command(path), log=tmp_path / "a.log") as first,
+        running(toy_command(path), log=tmp_path / "b.log") as second,
     ):
         wait_ready(path, log=tmp_path / "a.log")
-        codes = {first.poll(), second.poll()}
-        assert codes == {None, 4}
+        wait_until(lambda: {first.poll(), second.poll()} != {None}, within_s=10, what="one of them leaves")
+        assert {first.poll(), second.poll()} == {None, 4}
+        assert health(path) is not None
 
 
 def test_the_log_has_no_prompt_and_names_the_send_buffer(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as (process, path):
+    with running_toy(tmp_path) as (process, path):
         with Client(str(path)) as client:
             client.chat("xylophone-secret", max_new_tokens=3).text()
         os.kill(process.pid, signal.SIGTERM)
@@ -220,7 +222,7 @@ def test_the_log_has_no_prompt_and_names_the_send_buffer(tmp_path: Path) -> None
 
 def test_the_audit_has_a_line_a_request_and_is_flushed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    with running_daemon(tmp_path, "--audit-file", str(path)) as (process, socket_path):
+    with running_toy(tmp_path, "--audit-file", str(path), decode_s=0.02) as (process, socket_path):
         with Client(str(socket_path)) as client:
             client.chat("xylophone-secret", id="first", max_new_tokens=3).text()
             assert isinstance(next(iter(client.chat("xylophone-secret", id="second", max_new_tokens=900))), Accepted)

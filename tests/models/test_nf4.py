@@ -16,7 +16,13 @@ from service.models.nf4 import MAX_PACKED_ROWS, MAX_TILED_ROWS, Nf4Linear, Tiled
 pytestmark = pytest.mark.filterwarnings("ignore")  # bitsandbytes' own, while it is imported
 BOUND = 0.01  # scales, weights, activations and the product are rounded to bf16: 0.2 to 0.4 % each
 NUM_ROWS = [1, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, MAX_TILED_ROWS, MAX_TILED_ROWS + 1, 200]
-needs_kernel = pytest.mark.skipif(not TiledNf4Linear.has_kernel(), reason="this CPU has no AVX-512 with bf16")
+needs_kernel = pytest.mark.usefixtures("kernel")
+
+
+@pytest.fixture
+def kernel() -> None:
+    if not TiledNf4Linear.has_kernel():  # asked here, because bitsandbytes takes seconds to import
+        pytest.skip("this CPU has no AVX-512 with bf16")
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
