@@ -18,9 +18,9 @@ run: $(VENV)/.installed model
 	mkdir -p logs run
 	exec $(BIN)/supervisord --nodaemon -c supervisord.conf
 
-# Two at a time: many tests only wait for other processes.
+# Three at a time, on two cores: many tests only wait for other processes.
 test: $(VENV)/.installed-test model
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 # The static checks alone; they are part of the tests too.
 check: $(VENV)/.installed-test

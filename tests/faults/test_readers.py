@@ -96,7 +96,7 @@ def test_a_bad_reader_moves_nobody_elses_itl_p99_by_a_fifth_and_memory_is_bounde
     async def scenario(service: Service) -> None:
         async with await AsyncClient.connect(service.path) as client:
             shares = []
-            for _ in range(15):  # on a busy machine one hiccup is a p99: the best of them tells the readers apart
+            for _ in range(30):  # on a busy machine one hiccup is a p99: the best of them tells the readers apart
                 async with bad_reader(service.path):  # type: ignore[attr-defined]
                     await until(lambda: service.engine.num_running == 1)
                     before = resident_bytes()
