@@ -9,6 +9,7 @@ settings, missing or broken model files (it does not) · 4 another live daemon o
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -154,6 +155,10 @@ class Daemon:
         if starting.done():
             if (error := starting.exception()) is not None:
                 return failure_code(error)
+            # What is there now stays. To look through torch's 170,000 objects again for garbage would stop every answer
+            # for a tenth of a second each time.
+            gc.collect()
+            gc.freeze()
             server.ready(engine)
             await asyncio.wait((stopping, engine.died), return_when=asyncio.FIRST_COMPLETED)
         if engine.died.done():

@@ -86,3 +86,20 @@ def wait_ready(
     found = health(path)
     assert found is not None
     return found
+
+
+TELLS_FROZEN = """
+import gc, runpy, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: print("frozen:", gc.get_freeze_count(), flush=True))
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def num_frozen(module: str, *flags: str, log: Path, is_up: Callable[[], object]) -> int:
+    """How many objects a program of ours keeps from the garbage collector once it is up."""
+    with running([sys.executable, "-c", TELLS_FROZEN, module, *flags], log=log) as process:
+        wait_until(is_up, within_s=60, what="it is up", log=log)
+        process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: "frozen: " in log.read_text(), within_s=10, what="it tells", log=log)
+    return int(log.read_text().split("frozen: ")[1].split()[0])

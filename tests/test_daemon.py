@@ -23,6 +23,7 @@ from tests.processes import (
     clean_environment,
     daemon_command,
     health,
+    num_frozen,
     running,
     running_daemon,
     wait_ready,
@@ -149,6 +150,15 @@ def test_killed_mid_answer_the_client_learns_at_once_and_the_socket_is_taken_ove
         assert path.exists()  # stale
         with running(toy_command(path), log=tmp_path / "second.log") as second:
             wait_ready(path, log=tmp_path / "second.log", process=second)
+
+
+def test_the_garbage_collector_leaves_what_the_load_made_alone(tmp_path: Path) -> None:
+    path, log = tmp_path / "s", tmp_path / "log"
+
+    def is_ready() -> bool:
+        return getattr(health(path), "phase", "") == "ready"
+
+    assert num_frozen("tests.faults.toy_process", "--socket-path", str(path), log=log, is_up=is_ready) > 10_000
 
 
 def exit_code(tmp_path: Path, command: list[str], **environ: str) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import SettingsError
+from tests.processes import num_frozen
 from webui.settings import read_config
 
 
@@ -124,3 +125,10 @@ def test_the_process_holds_no_torch_and_leaves_at_once_with_an_open_stream(tmp_p
             _, log = process.communicate(timeout=2)
         assert process.returncode == 0
         assert "Traceback" not in log
+
+
+def test_the_garbage_collector_leaves_gradio_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log, flags = tmp_path / "log", ["--port", str(port), "--socket-path", str(tmp_path / "no.sock")]
+    assert num_frozen("webui", *flags, log=log, is_up=lambda: "startup complete" in log.read_text()) > 100_000
