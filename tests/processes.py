@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,11 @@ def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what would change the programs under test."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CHATGLM_", "SUPERVISOR_", "GRADIO_"))}
     return {**kept, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **extra}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

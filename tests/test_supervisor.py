@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,15 +18,9 @@ import pytest
 
 from service.client import Client
 from service.protocol import Delta, Done, Event
-from tests.processes import ROOT, clean_environment, health, running, wait_ready, wait_until
+from tests.processes import ROOT, clean_environment, free_port, health, running, wait_ready, wait_until
 
 BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Supervised:

@@ -104,4 +104,4 @@ async def serve(config: Config, listener: socket.socket) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    os._exit(0)  # NOTE: SystemExit would be lost where the garbage collector or an import ignores what is raised

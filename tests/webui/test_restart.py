@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import socket
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import pytest
 from service.client import Client
 from service.protocol import Message
 from tests.faults.common import running_toy
-from tests.processes import health, running, wait_until
+from tests.processes import free_port, health, running, wait_until
 from tests.webui.conftest import PageThread
 from tests.webui.tab import BOX, Tab
 from webui import script
@@ -74,8 +73,7 @@ def socket_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import SettingsError
-from tests.processes import num_frozen
+from tests.processes import free_port, num_frozen, running, wait_until
 from webui.settings import read_config
 
 
@@ -109,8 +109,7 @@ def test_bad_settings_exit_3_and_a_taken_port_exits_1_with_one_sentence() -> Non
 
 
 def test_the_process_holds_no_torch_and_leaves_at_once_with_an_open_stream(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "webui", "--port", str(port), "--socket-path", str(tmp_path / "no.sock")]
     environ = {name: value for name, value in os.environ.items() if name != "SUPERVISOR_ENABLED"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
@@ -127,8 +126,15 @@ def test_the_process_holds_no_torch_and_leaves_at_once_with_an_open_stream(tmp_p
         assert "Traceback" not in log
 
 
+def test_a_signal_that_comes_while_garbage_is_collected_ends_the_page_too(tmp_path: Path) -> None:
+    """What a signal's handler raises there is ignored."""
+    log, flags = tmp_path / "log", ["--port", str(free_port()), "--socket-path", str(tmp_path / "no.sock")]
+    with running([sys.executable, "-m", "webui", *flags], log=log) as process:
+        wait_until(lambda: "the page is at" in log.read_text(), within_s=60, what="it is built", log=log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
 def test_the_garbage_collector_leaves_gradio_alone(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    log, flags = tmp_path / "log", ["--port", str(port), "--socket-path", str(tmp_path / "no.sock")]
+    log, flags = tmp_path / "log", ["--port", str(free_port()), "--socket-path", str(tmp_path / "no.sock")]
     assert num_frozen("webui", *flags, log=log, is_up=lambda: "startup complete" in log.read_text()) > 100_000
